@@ -19,6 +19,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.config_entries import HARMLESS
 from quire.models.families import ARCHITECTURES
+from quire.models.layers.attention import attention_of
 from quire.models.reading import model_config
 
 ARCHITECTURE_OF = {family: architecture for architecture, family in reversed(ARCHITECTURES.items())}
@@ -165,6 +166,14 @@ def test_what_an_architecture_does_not_use_may_have_any_value() -> None:
         "num_experts": 0,
     }
     assert model_config({**plain, **unused}) == model_config(plain)
+
+
+def test_null_is_none_also_where_entries_have_other_names() -> None:
+    scales = [
+        attention_of(model_config(_saved("MiMoV2FlashForCausalLM", **entries)))[0].output_scale
+        for entries in ({}, {"attention_value_scale": None}, {"layernorm_epsilon": None})
+    ]
+    assert scales == [0.707, 1.0, 0.707]
 
 
 def test_another_type_of_model_than_its_architecture_is_named(caplog: pytest.LogCaptureFixture) -> None:

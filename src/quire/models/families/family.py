@@ -85,9 +85,9 @@ class Family:
 
     def usual_entries(self, values: HFConfig) -> HFConfig:
         """Return a config's entries by their usual names; those by an alias come first."""
-        given = {name: value for name, value in values.items() if value is not None}
-        entries = {name: value for name, value in given.items() if name not in self.aliases}
-        return entries | {self.aliases[name]: value for name, value in given.items() if name in self.aliases}
+        entries = {name: value for name, value in values.items() if name not in self.aliases}
+        given = ((name, values.get(name)) for name in self.aliases)
+        return entries | {self.aliases[name]: value for name, value in given if value is not None}
 
 
 def four_times_as_wide(values: Mapping[str, Any]) -> dict[str, int]:
