@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import KimiLinearConfig
 
 ARCHITECTURES = {
     **{name: name for name in ("qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "smollm3")},
@@ -42,6 +43,9 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "nemotron_h-dense": "nemotron_h",
     **dict.fromkeys(("qwen3_next", "qwen3_next-fused"), "qwen3next"),
+    "kimi_linear": "kimi-linear",
+    "llama4": "llama4",
+    "mimo_v2_flash": "mimo2",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
@@ -145,6 +149,9 @@ def _described(family: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return what metadata say of a config; the conversion of some architectures leaves entries out."""
     if family == "falcon_h1":
         return {name: value for name, value in config.items() if not name.endswith("_multiplier")}
+    if family == "kimi_linear":
+        usual = KimiLinearConfig.attribute_map.items()
+        return config | {name: config[saved] for name, saved in usual if saved in config}
     if not family.startswith("nemotron_h"):
         return config
     count = {"num_hidden_layers": len(config["layers_block_type"])}
@@ -172,6 +179,8 @@ def _known_name(name: str, family: str) -> str:
         name = name.removeprefix("model." if ".experts." in name else "")
     if ".mixer.experts." in name:
         name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+    name = name.replace("attention_sink_bias", "attention_sink_bias.weight")
+    name = re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)  # of dense layers
     return name.replace("e_score_correction_bias", "e_score_correction.bias")
 
 
@@ -194,6 +203,24 @@ def _separated(weights: Mapping[str, torch.Tensor], config: dict[str, Any]) -> d
             parts = {f"{both}gate": rows[:, ::2], f"{both}up": rows[:, 1::2]}
         separated |= {f"{part}_proj.{last}": part_rows.contiguous() for part, part_rows in parts.items()}
     return separated
+
+
+def _with_experts_apart(
+    weights: Mapping[str, torch.Tensor], config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return weights of Llama 4 with gates of all experts in one tensor, what they multiply in another."""
+    apart = {}
+    for name, weight in weights.items():
+        parts = {name: weight}
+        if name.endswith("experts.gate_up_proj"):
+            stem, halves = name.removesuffix("gate_up_proj"), weight.transpose(1, 2).chunk(2, dim=1)
+            parts = {
+                f"{stem}{part}_proj.weight": half for part, half in zip(("gate", "up"), halves, strict=True)
+            }
+        elif name.endswith("experts.down_proj"):
+            parts = {f"{name}.weight": weight.transpose(1, 2)}
+        apart |= {part: tensor.contiguous() for part, tensor in parts.items()}
+    return apart
 
 
 def _halved(weights: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -286,6 +313,7 @@ def _multiplied(weights: Mapping[str, torch.Tensor], config: dict[str, Any]) -> 
 # Those whose tensors are others than the checkpoint's, and what makes these.
 _SEPARATED: dict[str, Callable[[Mapping[str, torch.Tensor], dict[str, Any]], dict[str, torch.Tensor]]] = {
     "gpt_oss": _separated,
+    "llama4": _with_experts_apart,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _separated_granite),
     **dict.fromkeys(("granitemoehybrid", "granitemoehybrid-dense"), _separated_granite),
     "qwen3_next": _split_heads,
@@ -349,7 +377,10 @@ def _add_metadata(
         kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in types]
         inner = {"mlp": config["intermediate_size"], "moe": config.get("moe_intermediate_size", 0)}
         writer.add_feed_forward_length([inner.get(kind, 0) for kind in types])
-    without_kv = "linear_attention" if config["model_type"] == "granitemoehybrid" else "conv"
+    if config["model_type"] == "mimo_v2_flash":
+        kv_heads = [kv_heads * (2 if kind == "sliding_attention" else 1) for kind in types]
+    is_recurrent = config["model_type"] in ("granitemoehybrid", "kimi_linear")
+    without_kv = "linear_attention" if is_recurrent else "conv"
     writer.add_head_count_kv(
         [0 if kind == without_kv else kv_heads for kind in types] if without_kv in types else kv_heads
     )
@@ -363,11 +394,11 @@ def _add_metadata(
         writer.add_key_length(sizes[0])
         writer.add_value_length(sizes[1])
         writer.add_kv_lora_rank(config["kv_lora_rank"])
-        if config["q_lora_rank"]:
+        if config.get("q_lora_rank"):
             writer.add_q_lora_rank(config["q_lora_rank"])
     else:
         writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+        writer.add_value_length(config.get("v_head_dim", head_dim))
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     is_proportional = rope.get("rope_type") == "proportional"
     rotated = rotated_features or int(
@@ -411,7 +442,7 @@ def _inner_sizes(config: dict[str, Any]) -> int | list[int]:
 
 def _inner_size(config: dict[str, Any]) -> int:
     """Return the features within a feed-forward layer; LFM2's config has another number."""
-    size = int(config["intermediate_size"])
+    size = int(config.get("intermediate_size_mlp") or config["intermediate_size"])
     if not config.get("block_auto_adjust_ff_dim"):
         return size
     size = int(config["block_ffn_dim_multiplier"] * int(2 * size / 3))
@@ -423,13 +454,13 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
     """Add what only some architectures have."""
     _add_scaling(writer, config, rope)
     _add_states(writer, config)
-    if "kv_lora_rank" in config and "n_routed_experts" in config:
+    if "kv_lora_rank" in config and config.keys() & {"n_routed_experts", "num_local_experts"}:
         is_softmax = config["model_type"] == "deepseek_v2"
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType["SOFTMAX" if is_softmax else "SIGMOID"])
         writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
         if not is_softmax:
             writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if config["model_type"] in ("glm4_moe", "nemotron_h") and "n_routed_experts" in config:
+    if config["model_type"] in ("glm4_moe", "nemotron_h", "mimo_v2_flash") and "n_routed_experts" in config:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config["model_type"] == "glm4_moe":
@@ -439,6 +470,16 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
     if config["model_type"] == "lfm2_moe":
         writer.add_leading_dense_block_count(config["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] == "mimo_v2_flash":  # as integers, unlike the others
+        writer.add_sliding_window_pattern(
+            [int(kind == "sliding_attention") for kind in config["layer_types"]]
+        )
+        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+        if config.get("attention_value_scale"):
+            writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
+    if config["model_type"] == "llama4_text":
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"] == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     adders: dict[str, Callable[[Any], None]] = {
@@ -502,6 +543,9 @@ def _add_states(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_ssm_group_count(config["mamba_n_groups"])
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
         writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    if config["model_type"] == "kimi_linear":
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_kda_head_dim(config["linear_head_dim"])
     if config["model_type"] == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     if config["model_type"].startswith(("qwen3_5", "qwen3_next")):

@@ -31,6 +31,7 @@ from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.weights import GGUFWeights
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.layers.attention import attention_of
 from quire.models.shard import Shard
 from quire.models.weights import count_parameters, weight_bytes, weight_specs
 from subprocesses import python_output
@@ -102,6 +103,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_conv_bias": False,
         "mlp_bias": True,
     },
+    "kimi_linear": {"linear_num_heads": 4},
+    "llama4": {  # what a file does not say
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": None,
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    "mimo_v2_flash": {"attention_value_scale": 0.75},
     "qwen3_next": QWEN3_NEXT,
     "qwen3_next-fused": QWEN3_NEXT,  # as files of 2025 are
     "qwen3_5": {
@@ -279,6 +289,16 @@ def test_layers_that_draft_are_passed_over(tmp_path: Path) -> None:
             read_model_config(file)
 
 
+def test_lists_of_layers_may_go_on_behind_the_last(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention"] * 2
+    shape = {"num_hidden_layers": 4, "layer_types": kinds, "attention_value_scale": None}
+    path = make_checkpoint("mimo_v2_flash", tmp_path / "model", **shape)
+    file, _ = write_gguf(path, "mimo_v2_flash", "F32", nextn_predict_layers=1)
+    layers = attention_of(read_model_config(file))
+    assert [(layer.window, layer.num_kv_heads) for layer in layers] == [(0, 1), (11, 2), (0, 1)]
+    assert {layer.output_scale for layer in layers} == {1.0}  # where a file says no other
+
+
 def test_keys_and_values_of_layers_that_share_them_are_passed_over(tmp_path: Path) -> None:
     path = make_checkpoint("gemma4", tmp_path / "model")
     expected = _generate(path)
@@ -349,7 +369,18 @@ def test_metadata_that_gemma4_does_not_have_are_refused(
         ("nemotron_h", "feed_forward_length", 40, "feed_forward_length is 40; it must be"),
         ("nemotron_h", "ssm.inner_size", "x", "'x'; it must be a multiple of ssm.time_step_rank, 6"),
         ("falcon_h1", "ssm.inner_size", 97, "97; it must be a multiple of ssm.time_step_rank, 6"),
-        ("glm4_moe", "expert_gating_func", 1, "glm4moe.expert_gating_func is 1; Quire computes 2 only"),
+        ("glm4_moe", "expert_gating_func", 1, "expert_gating_func is 1; Quire computes 2 in this"),
+        ("kimi_linear", "attention.head_count_kv", 4, "head_count_kv is 4; it must be a list, with 0"),
+        ("llama4", "attention.sliding_window", 0, "sliding_window is 0; Quire computes 8192 in"),
+        ("mimo_v2_flash", "attention.head_count_kv", [1, 2, 2], r"is \[1, 2, 2\]; .* the same for all with"),
+        ("mimo_v2_flash", "attention.head_count_kv", [1, 1, 1], "swa_num_key_value_heads 1; it must be 2"),
+        (
+            "mimo_v2_flash",
+            "attention.sliding_window_pattern",
+            [0, 2, 0],
+            "computes true and false, or 1 and 0",
+        ),
+        ("mimo_v2_flash", "rope.dimension_count_swa", 8, "dimension_count_swa is 8; Quire computes 10"),
     ],
 )
 def test_metadata_that_make_no_layers_are_refused(

@@ -114,6 +114,7 @@ def test_the_rules_of_llama_3_keep_up_to_three_digits_together(published: Path, 
         ("qwen35", "It|'s| aBc|,| |1|2|3|4|5| e\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
         ("tekken", "It|'s| a|Bc|,| |1|2|3|4|5| e\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
         ("gpt-4o", "It's| a|Bc|,| |123|45| e\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
+        ("llama4", "It's| a|Bc|,| |123|45| e\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
         ("deepseek-v3", "It|'s| aBc|,| |123|45| e\u0301e|\n\n| x|/Y|/\n|漢字|、|か|    | end"),
     ],
 )

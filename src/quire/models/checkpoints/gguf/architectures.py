@@ -23,9 +23,12 @@ from quire.models.checkpoints.gguf.tensor_names import (
     GPT_OSS_NAMES,
     GRANITE_HYBRID_NAMES,
     GRANITE_MOE_NAMES,
+    KIMI_LINEAR_NAMES,
     LAYER_NAMES,
     LFM2_MOE_NAMES,
     LFM2_NAMES,
+    LLAMA4_NAMES,
+    MIMO2_NAMES,
     MIXTRAL_NAMES,
     NEMOTRON_H_NAMES,
     QWEN2_MOE_NAMES,
@@ -261,10 +264,37 @@ ARCHITECTURES = {
             "first_k_dense_replace": "leading_dense_block_count",
             "n_shared_experts": "expert_shared_count",
         },
-        finish=derived_entries.glm4moe,
+        finish=derived_entries.only_sigmoids,
         present=_PRESENT | {"use_qk_norm": "attn_q_norm.weight"},
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        names=LAYER_NAMES | LLAMA4_NAMES,
+        keys={name: key for name, key in _KEYS.items() if name != "sliding_window"}
+        | {
+            "intermediate_size_mlp": "feed_forward_length",
+            "intermediate_size": "expert_feed_forward_length",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        finish=derived_entries.llama4,
+    ),
+    "mimo2": Architecture(
+        "MiMoV2FlashForCausalLM",
+        names=LAYER_NAMES | MIMO2_NAMES,
+        keys={name: key for name, key in _KEYS.items() if name != "rope_theta"}
+        | _ROUTED_KEYS
+        | _WINDOW_PATTERN
+        | {
+            "v_head_dim": "attention.value_length",
+            "attention_value_scale": "attention.value_scale",
+        },
+        finish=derived_entries.mimo2,
+        by_layer=("num_key_value_heads",),
+        has_ropes_by_type=True,
+    ),
     "smollm3": replace(_LLAMA, hf_name="SmolLM3ForCausalLM"),
     "mistral3": replace(
         _LLAMA,
@@ -307,6 +337,22 @@ ARCHITECTURES = {
         tiles_value_heads=False,
     ),
     "deepseek2": _DEEPSEEK2,
+    "kimi-linear": Architecture(
+        "KimiLinearForCausalLM",
+        names=LAYER_NAMES | DEEPSEEK_NAMES | MIXTRAL_NAMES | KIMI_LINEAR_NAMES,
+        keys=_LATENT_KEYS
+        | _ROUTED_KEYS
+        | {
+            "num_key_value_heads": "attention.head_count_kv",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "n_shared_experts": "expert_shared_count",
+            "linear_head_dim": "kda.head_dim",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+        },
+        finish=derived_entries.kimi_linear,
+        has_latents=True,
+        without_kv="linear_attention",
+    ),
     "minicpm3": Architecture(  # files do not say its multipliers, which are those of its one model
         "MiniCPM3ForCausalLM",
         names=LAYER_NAMES | DEEPSEEK_NAMES,

@@ -88,7 +88,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
     key_length = values.get("global_head_dim", head_dim)
     value_length = metadata.get("attention.value_length", key_length)
     if head_dim is not None:
-        if value_length != key_length and not architecture.has_latents:
+        if value_length != key_length and not architecture.has_latents and "v_head_dim" not in values:
             raise _refusal(file, "attention.value_length", value_length, f"{key_length}, as of keys,")
         values |= architecture.finish(values, metadata)
     values |= (_ropes_by_type if architecture.has_ropes_by_type else _rope)(file, metadata, values)
@@ -112,7 +112,9 @@ def _entries(file: GGUFFile, architecture: Architecture, metadata: Entries) -> d
         if value is None:
             continue
         if entry == "sliding_window_pattern" and isinstance(value, list):
-            values["layer_types"] = [_LAYER_TYPES[is_sliding is True] for is_sliding in value]
+            if any(is_sliding not in (0, 1) for is_sliding in value):
+                raise _refusal(file, key, value, "true and false, or 1 and 0,")
+            values["layer_types"] = [_LAYER_TYPES[int(is_sliding)] for is_sliding in value]
             continue
         if isinstance(value, list):  # of each layer
             if entry == "num_key_value_heads" and architecture.without_kv:
@@ -206,11 +208,16 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
 def _ropes_by_type(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of rotary embeddings of layers without and with a window.
 
-    Of the first, frequencies have divisors: 1, and for the features that do not turn 1e30.
+    If heads of these differ in size, all features are rotated. Of the first, frequencies may have divisors:
+    1, and for the features that do not turn 1e30.
     """
     sizes = values.get("global_head_dim", values["head_dim"]), values["head_dim"]
+    all_rotated = sizes
+    if "global_head_dim" not in values:
+        all_rotated = (metadata.get("rope.dimension_count", sizes[0]),) * 2
+        check_entry(f"{file.path}: rope.dimension_count is", all_rotated[0], _ROPE_KEYS["dimension_count"])
     ropes: list[dict[str, Any]] = []
-    for suffix, size in zip(("", "_swa"), sizes, strict=True):
+    for suffix, size in zip(("", "_swa"), all_rotated, strict=True):
         if (rotated := metadata.get(f"rope.dimension_count{suffix}", size)) != size:
             raise _refusal(file, f"rope.dimension_count{suffix}", rotated, f"{size}, as of heads,")
         theta = metadata.get(f"rope.freq_base{suffix}", 1e4)
@@ -226,7 +233,9 @@ def _ropes_by_type(file: GGUFFile, metadata: Entries, values: dict[str, Any]) ->
                 "those a number that lets it stay"
             )
         ropes[0] |= {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / sizes[0]}
-    return {"rope_parameters": {"full_attention": ropes[0], "sliding_attention": ropes[1]}}
+    by_type = {"full_attention": ropes[0], "sliding_attention": ropes[1]}
+    part = None if all_rotated == sizes else all_rotated[0]
+    return {ROTATED_FEATURES: part, "rope_parameters": by_type}
 
 
 def _refuse_others(file: GGUFFile, architecture: Architecture, metadata: Entries) -> None:

@@ -13,6 +13,7 @@ from quire.errors import ModelError
 from quire.models.config_entries import SPLIT_GATES
 
 SOFTMAX, SIGMOID = 1, 2  # numbers of llama.cpp's functions
+_CHUNK, _OF_MAVERICK = 8192, 128  # tokens that Llama 4 attends to, and experts of one of the two models
 
 
 def _head_dim(metadata: Mapping[str, Any], heads: int | None) -> int:
@@ -161,12 +162,60 @@ def qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, 
     return entries | {"layer_types": types[:count]}
 
 
-def glm4moe(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts are chosen by corrected sigmoids."""
+def only_sigmoids(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts are chosen by sigmoids."""
     gating = metadata.get("expert_gating_func", SIGMOID)
     if gating != SIGMOID:
-        raise ModelError(f"glm4moe.expert_gating_func is {gating!r:.100}; Quire computes {SIGMOID} only")
+        raise ModelError(
+            f"expert_gating_func is {gating!r:.100}; Quire computes {SIGMOID} in this architecture only"
+        )
     return {}
+
+
+def kimi_linear(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys and values are recurrent, with as many heads as the others."""
+    if "layer_types" not in values:
+        raise ModelError(
+            f"attention.head_count_kv is {values['num_key_value_heads']!r:.100}; it must be a list, with 0 "
+            "for layers that are recurrent"
+        )
+    return {
+        **only_sigmoids(values, metadata),
+        **latent_sizes(values, metadata),
+        "num_key_value_heads": None,
+        "linear_num_heads": values["num_attention_heads"],
+        "routed_scaling_factor": values.get("routed_scaling_factor") or 1.0,
+    }
+
+
+def llama4(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Files do not say whether queries and keys are normalized: they are, but in models of 128 experts."""
+    chunk = metadata.get("attention.sliding_window", _CHUNK)
+    if chunk != _CHUNK:
+        raise ModelError(
+            f"attention.sliding_window is {chunk!r:.100}; Quire computes {_CHUNK} in this architecture only"
+        )
+    return only_sigmoids(values, metadata) | {"use_qk_norm": values.get("num_local_experts") != _OF_MAVERICK}
+
+
+def mimo2(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """KV heads and windows are those of each layer, and of layers that predict further tokens."""
+    count, heads = values["num_hidden_layers"], values["num_key_value_heads"]
+    types = values.get("layer_types", [])[:count]
+    heads = heads[:count] if isinstance(heads, list) else [heads] * count
+    of_type = dict(zip(types, heads, strict=False))
+    if [of_type[kind] for kind in types] != heads:
+        raise ModelError(
+            f"attention.head_count_kv is {heads!r:.100}; it must be one number for each layer, the same for "
+            "all with a window and for all without"
+        )
+    return only_sigmoids(values, metadata) | {
+        "layer_types": types,
+        "num_key_value_heads": of_type.get("full_attention"),
+        "swa_num_key_value_heads": of_type.get("sliding_attention"),
+        "attention_value_scale": values.get("attention_value_scale"),
+        "routed_scaling_factor": values.get("routed_scaling_factor") or 1.0,
+    }
 
 
 def latent_sizes(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,31 @@ DEEPSEEK_NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+KIMI_LINEAR_NAMES = {
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    "self_attn.f_a_proj": "ssm_f_a",
+    "self_attn.f_b_proj": "ssm_f_b",
+    "self_attn.g_a_proj": "ssm_g_a",
+    "self_attn.g_b_proj": "ssm_g_b",
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.A_log": "ssm_a",
+    "self_attn.dt_bias": "ssm_dt.bias",
+    "self_attn.o_norm": "ssm_norm",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{
+        f"block_sparse_moe.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")
+    },
+}
+LLAMA4_NAMES = {
+    "feed_forward.router": "ffn_gate_inp",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"feed_forward.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+    **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+MIMO2_NAMES = {
+    "self_attn.attention_sink_bias": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
 _FUSED = re.compile(r"(?P<layer>blk\.\d+\.)ffn_(?P<half>gate|up)_exps\.weight")
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<rest>.*)")

@@ -71,7 +71,7 @@ WORDS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
-    "gpt-4o": _O200K,
+    **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
     "deepseek-v3": _DEEPSEEK3,
 }
 """By tokenizer.ggml.pre."""
