@@ -259,8 +259,9 @@ SOAK_SECONDS := 1800
 soak-server: $(READY)  ## Let half an hour of mixed traffic and faults strike a server, and compare every answer
 	@PYTHONPATH=tests/support $(BIN)/python tests/server/server_soak.py --seconds $(SOAK_SECONDS) --seed $(SEED)
 
-eval: $(READY)  ## Score the built-in model on its held-out questions
+eval: $(READY)  ## Score the built-in models on their held-out questions and pairs
 	@$(BIN)/quire eval
+	@$(BIN)/python tools/mini/retrieval.py
 
 docs: $(READY)  ## Write the pages and the stub that are generated from the code
 	$(BIN)/python tools/config_docs.py

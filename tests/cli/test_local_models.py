@@ -29,16 +29,18 @@ def run(*arguments):
 
 
 def test_the_built_in_model_and_cached_ones_are_listed(cache):
-    built_in, cached = run("list").splitlines()
-    assert built_in.startswith("mini ")
+    mini, embedder, cached = run("list").splitlines()
+    assert mini.startswith("mini ")
+    assert embedder.startswith("mini-embed ")
     assert cached.split() == [
         "Qwen/Qwen3-0.6B", "1.5", "kB", str(cache / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc")
     ]  # fmt: skip
 
 
 def test_as_json(cache):
-    built_in, cached = map(json.loads, run("list", "--json").splitlines())
-    assert (built_in["name"], cached["name"], cached["bytes"]) == ("mini", "Qwen/Qwen3-0.6B", 1500)
+    mini, embedder, cached = map(json.loads, run("list", "--json").splitlines())
+    assert (mini["name"], cached["name"], cached["bytes"]) == ("mini", "Qwen/Qwen3-0.6B", 1500)
+    assert embedder["bytes"] <= 4_000_000, "the limit for what is in every wheel"
 
 
 def test_without_a_cache(tmp_path, monkeypatch):

@@ -16,13 +16,14 @@ from quire.cli.manual import ManualCommand, ManualGroup
 MANUAL = """
 Quire serves large language models: paged KV cache, continuous batching, one command.
 
-MODEL is the built-in model "mini" (the default), a local directory with a checkpoint in Hugging Face's
-format, a GGUF file, or a name on the Hugging Face hub.
+MODEL is the built-in model "mini" (the default) or, for embeddings, "mini-embed"; a local directory with a
+checkpoint in Hugging Face's format; a GGUF file; or a name on the Hugging Face hub.
 
 Examples:
   quire generate "What is a KV block?"    one answer, streamed
   quire chat                              a chat in the terminal
   quire serve                             an OpenAI-compatible server on 127.0.0.1:8000
+  quire serve mini-embed                  the same for embeddings
   quire route --engine URL --engine URL   several engines as one server
   quire list                              the models on this machine
   quire pull Qwen/Qwen3-0.6B              download a model ahead

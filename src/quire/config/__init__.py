@@ -20,7 +20,7 @@ from quire.config.chat_template import ChatTemplateConfig
 from quire.config.connections import ConnectionConfig
 from quire.config.dynamo import DynamoConfig
 from quire.config.edge import EdgeConfig, host_name
-from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
+from quire.config.engine import BUILT_IN_MODEL, BUILT_IN_MODELS, EngineConfig, EngineRole
 from quire.config.fields import (
     Choice,
     SettableConfig,
@@ -44,6 +44,7 @@ from quire.config.tenant import TenantConfig
 
 __all__ = [
     "BUILT_IN_MODEL",
+    "BUILT_IN_MODELS",
     "AdaptiveRKVConfig",
     "AggregationMode",
     "BatchConfig",

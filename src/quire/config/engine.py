@@ -17,6 +17,7 @@ from quire.errors import ConfigError
 from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt
 
 BUILT_IN_MODEL = "mini"
+BUILT_IN_MODELS = (BUILT_IN_MODEL, "mini-embed")
 
 EngineRole = Literal["both", "prefill", "decode"]
 
@@ -32,8 +33,8 @@ class EngineConfig:
 
     model: str = knob(
         default=BUILT_IN_MODEL,
-        help="The model: the built-in 'mini', a local directory, a GGUF file, or a name on the Hugging Face "
-        "hub.",
+        help="The model: the built-in 'mini' or 'mini-embed', a local directory, a GGUF file, or a name on "
+        "the Hugging Face hub.",
     )
     revision: str = knob(
         default="",

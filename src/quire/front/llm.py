@@ -45,7 +45,8 @@ class LLM:
     Calls from several threads, including `shutdown`, run one at a time; `AsyncLLM` runs requests together.
 
     Args:
-        model: the built-in "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
+        model: the built-in "mini" or "mini-embed", a local directory, a GGUF file, or a name on the Hugging
+            Face hub.
         engine_process: run the engine in its own process. The constructor returns at once;
             `wait_until_ready`, or the first use, waits for it.
         on_load_progress: called with (bytes read, total bytes) while the weights load.

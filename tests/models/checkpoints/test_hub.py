@@ -28,6 +28,7 @@ def unreachable(*_, **__):
     ("name", "meant"),
     [
         ("minii", "mini"),
+        ("mini-embeds", "mini-embed"),
         ("./qwen3-smal", "qwen3-small"),
         ("llama.gguff", "llama.gguf"),
         ("Qwen/Qwen3-0.6", "Qwen/Qwen3-0.6B"),

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.console import one_line_errors
-from quire.config import BUILT_IN_MODEL
+from quire.config import BUILT_IN_MODELS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LocalModel:
 def list_models(
     *, as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False
 ) -> None:
-    """List the models on this machine: the built-in one, and those in the Hugging Face hub's cache.
+    """List the models on this machine: the built-in ones, and those in the Hugging Face hub's cache.
 
     Examples:
       quire list
@@ -69,9 +69,11 @@ def _local_models() -> list[LocalModel]:
 
     from quire.models.checkpoints.hub import resolve_model
 
-    built_in = resolve_model(BUILT_IN_MODEL)
-    size = sum(one.stat().st_size for one in built_in.iterdir() if one.is_file())
-    models = [LocalModel(BUILT_IN_MODEL, size, built_in)]
+    models = []
+    for name in BUILT_IN_MODELS:
+        path = resolve_model(name)
+        size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        models.append(LocalModel(name, size, path))
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.config import BUILT_IN_MODEL
+from quire.config import BUILT_IN_MODELS
 from quire.errors import ConfigError, ModelNotFoundError
 from quire.models.checkpoints.gguf.location import SUFFIX as GGUF_SUFFIX
 
@@ -14,16 +14,16 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
 _SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the publisher's format
 _LIKENESS = 0.75  # minimum difflib ratio of a typo
-_BUILT_IN_DIRECTORY = Path(__file__).resolve().parents[2] / BUILT_IN_MODEL
+_BUILT_IN_DIRECTORY = Path(__file__).resolve().parents[2]  # that the models are in
 
 
 def resolve_model(name: str, *, weights: bool = True, revision: str = "") -> Path:
     """Return the directory or GGUF file of the model `name`, downloading it from the hub if necessary.
 
     Args:
-        name: "mini" for the built-in model, the path of a directory or of a GGUF file, a name on the
-            Hugging Face hub such as "Qwen/Qwen3-0.6B", or the last part of that, in upper or lower case, for
-            a model that has been downloaded.
+        name: "mini" or "mini-embed" for a built-in model, the path of a directory or of a GGUF file, a name
+            on the Hugging Face hub such as "Qwen/Qwen3-0.6B", or the last part of that, in upper or lower
+            case, for a model that has been downloaded.
         weights: whether to download the weights, not only the description.
         revision: branch, tag or commit of a model on the hub; empty: its main branch.
 
@@ -44,8 +44,8 @@ def resolve_model(name: str, *, weights: bool = True, revision: str = "") -> Pat
 
 def _local_path(name: str) -> Path | None:
     """Return the model's directory or GGUF file; None if it is neither built in nor a path."""
-    if name == BUILT_IN_MODEL:
-        return _built_in()
+    if name in BUILT_IN_MODELS:
+        return _built_in(name)
     path = Path(name).expanduser()
     if path.is_dir() or (path.exists() and path.suffix == GGUF_SUFFIX):
         return path
@@ -54,12 +54,13 @@ def _local_path(name: str) -> Path | None:
     return None
 
 
-def _built_in() -> Path:
-    if not (_BUILT_IN_DIRECTORY / "config.json").is_file():
+def _built_in(name: str) -> Path:
+    path = _BUILT_IN_DIRECTORY / name
+    if not (path / "config.json").is_file():
         raise ModelNotFoundError(
-            f"the built-in model is not in {_BUILT_IN_DIRECTORY}; this installation of Quire is incomplete"
+            f"the built-in model is not in {path}; this installation of Quire is incomplete"
         )
-    return _BUILT_IN_DIRECTORY
+    return path
 
 
 def _full_name(name: str) -> str:
@@ -84,8 +85,8 @@ def _download(name: str, wanted: list[str], revision: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     tried = (
-        f"no model {name!r}{_hint(name)}: it is not {BUILT_IN_MODEL!r} (built in), there is no directory of "
-        "that name"
+        f"no model {name!r}{_hint(name)}: it is not {' or '.join(map(repr, BUILT_IN_MODELS))} (built in), "
+        "there is no directory of that name"
     )
     try:
         return Path(
@@ -112,7 +113,7 @@ def _hint(name: str) -> str:
     path = Path(name).expanduser()
     beside = (str(one) for one in _entries(path.parent) if one.is_dir() or one.suffix == GGUF_SUFFIX)
     downloaded = {name for full_name in _cached_names() for name in (full_name, full_name.rpartition("/")[2])}
-    known = sorted({*beside, BUILT_IN_MODEL, *downloaded})
+    known = sorted({*beside, *BUILT_IN_MODELS, *downloaded})
     close = difflib.get_close_matches(str(path), known, n=1, cutoff=_LIKENESS)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
