@@ -42,7 +42,7 @@ class Answer {
   /** Shows how the answer ended, and its figures. */
   end(reason, ignored) {
     this.node.classList.add("ended");
-    if (this.reasoning) setText(this.reasoning.summary, "Reasoning");
+    if (this.reasoningFold) setText(this.reasoningFold.summary, "Reasoning");
     const seconds = (performance.now() - (this.firstAt ?? this.startedAt)) / 1000;
     const { usage } = this;
     const parts = [];
@@ -74,14 +74,14 @@ class Answer {
 
   #takeReasoning(text) {
     this.reasoning += text;
-    this.reasoning ??= this.#fold("Thinking …", "reasoning");
-    this.reasoning.text.appendData(text);
+    this.reasoningFold ??= this.#fold("Thinking …", "reasoning");
+    this.reasoningFold.text.appendData(text);
   }
 
   #takeContent(text) {
     this.content += text;
     if (!this.text) {
-      if (this.reasoning) setText(this.reasoning.summary, "Reasoning");
+      if (this.reasoningFold) setText(this.reasoningFold.summary, "Reasoning");
       this.text = new Text();
       this.#insert(element("div", { class: "text" }, this.text));
     }
