@@ -194,6 +194,10 @@ async def test_what_embeddings_do_not_have_is_refused_by_name(http: httpx.AsyncC
     assert (await error_of(http, 404, input="a", model="other"))["code"] == "model_not_found"
 
 
+async def test_the_model_says_that_it_embeds(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/models")).json()["data"][0]["task"] == "embed"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -222,6 +222,7 @@ async def test_embeddings_are_compared(embedding: httpx.AsyncClient, embedder: A
 
 
 async def test_models_of_other_kinds_refuse(classifying: httpx.AsyncClient) -> None:
+    assert (await classifying.get("/v1/models")).json()["data"][0]["task"] == "classify"
     error = await error_of(classifying, "/v1/score", text_1="a", text_2="b")
     assert "scores 3 labels, and a score is of one" in error["message"]
     error = await error_of(classifying, "/v1/completions", prompt="a")

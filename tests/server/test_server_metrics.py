@@ -200,7 +200,8 @@ async def test_models(client, http):
     [model] = models.data
     assert (model.id, model.object, model.owned_by) == ("fake", "model", "quire")
     assert (await client.models.retrieve("fake")).id == "fake"
-    assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 256
+    card = (await http.get("/v1/models")).json()["data"][0]
+    assert (card["max_model_len"], card["task"]) == (256, "generate")
 
 
 async def test_version(http):

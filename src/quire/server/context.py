@@ -121,8 +121,13 @@ class ServerContext:
 
     def model_card(self, name: str) -> ModelCard:
         """Return the served model's description under one of its names."""
+        info = self.llm.info
         return ModelCard(
-            id=name, created=self.started_at, owned_by="quire", max_model_len=self.llm.info.max_model_len
+            id=name,
+            created=self.started_at,
+            owned_by="quire",
+            max_model_len=info.max_model_len,
+            task="generate" if info.pooling is None else "classify" if info.labels else "embed",
         )
 
     def require_model(self, name: str) -> None:

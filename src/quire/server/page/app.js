@@ -1,35 +1,49 @@
-// The page: its views, the server's name and health, and the API key.
+// The page: its views, the server's models and health, and the API key.
 
 import { askForKey, getJson } from "./api.js";
 import { byId, element, setText } from "./dom.js";
 import { loadLimits } from "./parameters.js";
 import "./chat.js";
 import "./dashboard.js";
+import "./similarity.js";
 
 const HEALTH_INTERVAL = 10_000; // milliseconds
-const VIEWS = ["chat", "dashboard"];
+const links = [...document.querySelectorAll("nav a")]; // one for each view
 
-/** Shows the view that the address names. */
+/** Shows the view that the address names, if a model has it. */
 function showView() {
-  const name = VIEWS.find((one) => location.hash === `#${one}`) ?? VIEWS[0];
-  for (const one of VIEWS) byId(one).hidden = one !== name;
-  for (const link of document.querySelectorAll("nav a")) {
-    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+  const offered = links.filter((link) => !link.hidden);
+  const shown = offered.find(({ hash }) => hash === location.hash) ?? offered[0];
+  for (const link of links) {
+    byId(link.hash.slice(1)).hidden = link !== shown;
+    if (link === shown) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  byId(name).dispatchEvent(new Event("show"));
+  byId(shown.hash.slice(1)).dispatchEvent(new Event("show"));
 }
 
-/** Gets the model's name and the limits of its parameters. */
+/** Offers the views of what the server's models do. */
+function offerViews(generating, embedding) {
+  const wasShown = links.map(({ hidden }) => hidden);
+  links.find(({ hash }) => hash === "#chat").hidden = !generating;
+  links.find(({ hash }) => hash === "#similarity").hidden = !embedding;
+  if (embedding) byId("similarity").dataset.model = embedding.id;
+  if (links.some(({ hidden }, index) => hidden !== wasShown[index])) showView();
+}
+
+/** Gets the models' names, and the limits of the parameters of one that generates. */
 async function load() {
   const problem = byId("load-problem");
   problem?.remove();
   try {
-    const { data: [model] } = await getJson("v1/models");
+    const { data: models } = await getJson("v1/models");
+    const generating = models.find(({ task }) => task === "generate");
+    const model = generating ?? models[0];
     byId("model").dataset.name = model.id;
     setText(byId("model"), model.id);
     document.title = `${model.id} - Quire`;
-    if (!byId("sampling").querySelector("label")) await loadLimits(model.max_model_len);
+    offerViews(generating, models.find(({ task }) => task === "embed"));
+    if (generating && !byId("sampling").querySelector("label")) await loadLimits(model.max_model_len);
   } catch (error) {
     byId("messages").append(element("p", { class: "notice", id: "load-problem", role: "alert" }, error.message));
   }

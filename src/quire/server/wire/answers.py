@@ -382,13 +382,17 @@ LATEST = ":latest"
 
 
 class ModelCard(Struct, kw_only=True):
-    """A served model; `max_model_len` (in tokens, prompt and output together) is Quire's addition."""
+    """A served model; `max_model_len` (in tokens, prompt and output together) and `task` are additions.
+
+    Other engines, whose cards a router reads, do not say the task.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
     max_model_len: int
+    task: Literal["generate", "embed", "classify"] = "generate"
 
 
 class ModelList(Struct, kw_only=True):
