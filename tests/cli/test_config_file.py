@@ -179,3 +179,88 @@ def test_the_commands_take_it(file: Path):
     file.write_text("port: -5")
     result = CliRunner().invoke(app, ["serve", "--config", str(file)])
     assert (result.exit_code, result.stderr) == (2, "error: --port is -5; it must be from 0 to 65535\n")
+
+
+several = typer.Typer()
+
+
+@several.command()
+@config_options(
+    positional=("model",),
+    of_model=("model", "num_threads", "served_model_name"),
+    engine=EngineConfig,
+    server=ServerConfig,
+)
+def command_for_several(
+    engine: EngineConfig, server: ServerConfig, others: list[tuple[EngineConfig, ServerConfig]]
+) -> None:
+    received.update(models=[(engine, server), *others])
+
+
+def models_of(*arguments: str) -> list[tuple[Any, ...]]:
+    """Return what a command for several models gets of each."""
+    result = CliRunner().invoke(several, list(arguments))
+    assert result.exit_code == 0, result.stderr
+    return [
+        (engine.model, engine.num_threads, server.served_model_name, server.port)
+        for engine, server in received["models"]
+    ]
+
+
+def test_the_flag_of_the_model_is_repeated():
+    assert models_of() == [("mini", 0, (), 8000)]
+    assert models_of("a") == models_of("--model", "a") == models_of("a", "-m", "a") == [("a", 0, (), 8000)]
+    both = [("a", 2, (), 1), ("b", 2, (), 1)]
+    shared = ("--num-threads", "2", "--port", "1")
+    assert models_of("a", "--model", "b", *shared) == models_of("-m", "a", "-m", "b", *shared) == both
+
+
+def test_models_in_a_file_have_values_of_their_own(file: Path):
+    file.write_text(
+        "num-threads: 2\nport: 1\nmodels:\n"
+        "- {model: a, served_model_name: [x, y]}\n- model: b\n  num-threads: 3\n  served-model-name: z\n"
+    )
+    flags = ("--config", str(file))
+    assert models_of(*flags) == [("a", 2, ("x", "y"), 1), ("b", 3, ("z",), 1)]
+    assert models_of(*flags, "--num-threads", "4", "--port", "5") == [
+        ("a", 4, ("x", "y"), 5),
+        ("b", 4, ("z",), 5),
+    ]
+    file.write_text("model: [a, b]")
+    assert models_of(*flags) == [("a", 0, (), 8000), ("b", 0, (), 8000)]
+    assert models_of(*flags, "-m", "c") == [("c", 0, (), 8000)]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("models: []", (), "line 1: models must be a list with a mapping for each model"),
+        ("models: {model: a}", (), "line 1: models must be a list with a mapping for each model"),
+        ("models: [a]", (), "line 1: models must be a list with a mapping for each model"),
+        ("models:\n- model: a\n- port: 3", (), "line 3: no flag has the name 'port'"),
+        ("models:\n- num-threads: 3", (), "line 2: the entry of models names no model"),
+        (
+            "models:\n- {model: a, num-threads: x}",
+            (),
+            "line 2: num-threads is 'x'; it must be a whole number",
+        ),
+        ("models:\n- {model: a, model: b}", (), "line 2: model is there twice"),
+        ("models: [{model: a}]\nmodel: b", (), "has both model and models"),
+        ("models: [{model: a}]", ("b",), "the command line names 'b', but the file of --config has models"),
+        (
+            "models: [{model: a}]",
+            ("-m", "b"),
+            "the command line names 'b', but the file of --config has models",
+        ),
+    ],
+)
+def test_models_in_a_file_that_are_wrong(file: Path, text: str, arguments: tuple[str, ...], message: str):
+    file.write_text(text)
+    result = CliRunner().invoke(several, ["--config", str(file), *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_one_model_has_no_list_of_them(file: Path):
+    file.write_text("models: [{model: a}]")
+    assert "no flag has the name 'models'" in CliRunner().invoke(small, ["--config", str(file)]).stderr

@@ -170,7 +170,7 @@ def test_a_command_may_change_a_default_and_take_an_argument():
 
 
 def test_two_models_are_refused():
-    result = CliRunner().invoke(app, ["serve", "a-model", "--model", "b-model"])
+    result = CliRunner().invoke(app, ["plan", "a-model", "--model", "b-model"])
     assert result.exit_code == 2
     assert result.stderr == (
         "error: --model is 'b-model', but the command line also has 'a-model'; give one of them\n"

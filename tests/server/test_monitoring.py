@@ -105,7 +105,7 @@ def context(llm):
 
 
 def server_of(context, **options):
-    return MonitoredServer(lambda: health_of(context), lambda: latest_exposition(context), **options)
+    return MonitoredServer(lambda: health_of([context]), lambda: latest_exposition([context]), **options)
 
 
 class Clock:
@@ -117,7 +117,7 @@ class Clock:
 
 async def test_it_answers_while_the_event_loop_is_blocked(context):
     with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
-        async with stats_kept_current(context), server_of(context).answering(bound):
+        async with stats_kept_current([context]), server_of(context).answering(bound):
             url = url_of("127.0.0.1", bound)  # the calls that follow block this event loop
             assert httpx.get(f"{url}/health").json()["status"] == "ok"
             assert httpx.get(f"{url}/live").json()["status"] == "ok"

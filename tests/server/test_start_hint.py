@@ -29,7 +29,7 @@ def hint(capsys, *, needs_key: bool) -> str:
     context = SimpleNamespace(
         llm=SimpleNamespace(info=INFO), model_name="mini", tenants=SimpleNamespace(needs_key=needs_key)
     )
-    _announce(context, SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
+    _announce([context], SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
     return capsys.readouterr().out.splitlines()[1]
 
 
@@ -71,7 +71,7 @@ def test_the_first_line_says_what_the_model_runs_on(capsys, device: str) -> None
         model_name="mini",
         tenants=SimpleNamespace(needs_key=False),
     )
-    _announce(context, SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
+    _announce([context], SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
     ready = capsys.readouterr().out.splitlines()[0]
     assert ready == f"Ready: http://localhost:8000 (mini, bfloat16 on {device}, loaded in 1.0 s)"
 
@@ -82,7 +82,7 @@ def test_of_a_model_for_embeddings_these_are_asked_for(capsys) -> None:
         model_name="mini",
         tenants=SimpleNamespace(needs_key=False),
     )
-    _announce(context, SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
+    _announce([context], SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
     sent = arguments_of(capsys.readouterr().out.splitlines()[1].partition(": ")[2])
     assert sent[0] == "http://localhost:8000/v1/embeddings"
     assert sent[-1] == '{"model": "mini", "input": "Hello"}'

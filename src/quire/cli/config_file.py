@@ -1,6 +1,7 @@
 """`--config FILE`: values of flags, from a YAML file.
 
-Its keys are the flags' names, with hyphens or underscores. The command line takes precedence.
+Its keys are the flags' names, with hyphens or underscores. The command line takes precedence. Of a command
+for several models, `models` may have a mapping of such keys for each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import json
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from quire.errors import ConfigError, nearest_name
 if TYPE_CHECKING:
     import yaml
 
+MODEL, MODELS = "model", "models"
 MAX_BYTES = 64 << 10  # all flags with long values take half of it
 MAX_DEPTH = 32  # nesting of lists and mappings, as in a JSON schema
 _MAX_SHOWN_VALUE = 80  # characters
@@ -34,15 +36,28 @@ _SCALARS: Mapping[type, tuple[str, tuple[str, ...]]] = {  # their names, and YAM
 }
 
 
-def config_file_option(flags: Sequence[inspect.Parameter]) -> inspect.Parameter:
-    """Return a command's parameter `config_file`, which sets the defaults of `flags`."""
+def config_file_option(
+    flags: Sequence[inspect.Parameter], of_model: Collection[str] = ()
+) -> inspect.Parameter:
+    """Return a command's parameter `config_file`, which sets the defaults of `flags`.
+
+    Args:
+        flags: the command's.
+        of_model: names of those that `models` may have for each model, which `models_in` returns; none: the
+            command runs one model.
+    """
     kinds = {_key(flag): typing.get_args(flag.annotation)[0] for flag in flags if _is_flag(flag)}
     names = {_key(flag): flag.name for flag in flags}
+    model_kinds = {key: kind for key, kind in kinds.items() if names[key] in of_model}
+    if MODEL in model_kinds:
+        model_kinds[MODEL] = str  # not repeated
 
     def read(context: typer.Context, file: Path | None) -> Path | None:
         if file is not None and not context.resilient_parsing:
             with usage_errors():
-                values = read_config_file(file, kinds)
+                values = read_config_file(file, kinds, model_kinds)
+            models = values.pop(MODELS, [])
+            context.meta[MODELS] = [{names[key]: value for key, value in model.items()} for model in models]
             context.default_map = {names[key]: value for key, value in values.items()}
         return file
 
@@ -60,13 +75,22 @@ def config_file_option(flags: Sequence[inspect.Parameter]) -> inspect.Parameter:
     return inspect.Parameter("config_file", kind, default=None, annotation=annotation)
 
 
-def read_config_file(file: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+def models_in(context: typer.Context) -> list[dict[str, Any]]:
+    """Return what the file of `--config` says of each of `models`, by parameter; empty: it has none."""
+    models: list[dict[str, Any]] = context.meta.get(MODELS, [])
+    return models
+
+
+def read_config_file(
+    file: Path, kinds: Mapping[str, Any], model_kinds: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the values in a YAML file by their keys, spelled with hyphens.
 
     Args:
         file: one mapping, in UTF-8, without aliases.
         kinds: type annotation of the command's parameter by key: a scalar, a list of scalars, or either or
             None. Text may also be a mapping, which becomes JSON.
+        model_kinds: the same for each mapping in the list `models`; empty: there is no such key.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or duplicate, or a value has a wrong type.
@@ -74,21 +98,54 @@ def read_config_file(file: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     import yaml
 
     try:
-        entries = _entries(_read(file))
-        values: dict[str, Any] = {}
-        for key_node, value_node in entries:
-            place = f"{file}, line {key_node.start_mark.line + 1}"
-            key = str(key_node.value).replace("_", "-")
-            if key not in kinds:
-                raise ConfigError(f"{place}: no flag has the name {key!r:.80}; {nearest_name(key, kinds)}")
-            if key in values:
-                raise ConfigError(f"{place}: {key} is there twice; leave one of them out")
-            values[key] = _value(value_node, kinds[key], f"{place}: {key}")
+        values = _values(_entries(_read(file)), kinds, file, model_kinds)
     except ConfigError:
         raise
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as YAML: {error!s:.300}") from None
     return values
+
+
+def _values(
+    entries: Iterable[tuple[yaml.Node, yaml.Node]],
+    kinds: Mapping[str, Any],
+    file: Path,
+    model_kinds: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key_node, value_node in entries:
+        place = f"{file}, line {key_node.start_mark.line + 1}"
+        key = str(key_node.value).replace("_", "-")
+        is_models = bool(model_kinds) and key == MODELS
+        if key not in kinds and not is_models:
+            raise ConfigError(f"{place}: no flag has the name {key!r:.80}; {nearest_name(key, kinds)}")
+        if key in values:
+            raise ConfigError(f"{place}: {key} is there twice; leave one of them out")
+        if is_models:
+            values[key] = _models(value_node, model_kinds or {}, file, place)
+        else:
+            values[key] = _value(value_node, kinds[key], f"{place}: {key}")
+    if MODELS in values and MODEL in values:
+        raise ConfigError(f"{file} has both {MODEL} and {MODELS}; name each model in the list")
+    return values
+
+
+def _models(node: yaml.Node, kinds: Mapping[str, Any], file: Path, place: str) -> list[dict[str, Any]]:
+    """Return the values for each model, which are named."""
+    import yaml
+
+    is_list = isinstance(node, yaml.SequenceNode) and node.value
+    if not is_list or not all(isinstance(each, yaml.MappingNode) for each in node.value):
+        raise ConfigError(
+            f"{place}: {MODELS} must be a list with a mapping for each model, as in 'model: mini'"
+        )
+    models = []
+    for each in node.value:
+        models.append(_values(each.value, kinds, file))
+        if MODEL not in models[-1]:
+            place = f"{file}, line {each.start_mark.line + 1}"
+            raise ConfigError(f"{place}: the entry of {MODELS} names no model, as in 'model: mini'")
+    return models
 
 
 def by_parameter(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

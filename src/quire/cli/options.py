@@ -14,13 +14,13 @@ import inspect
 import json
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import typer
 
 from quire.cli.bench_options import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
-from quire.cli.config_file import by_parameter, config_file_option, named_value
+from quire.cli.config_file import MODEL, by_parameter, config_file_option, models_in, named_value
 from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_name, usage_errors
 from quire.cli.manual import MOST_USED_PANEL
 from quire.config import (
@@ -160,19 +160,30 @@ def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Lim
             yield cls, field, limits
 
 
+def parameters_of(cls: type) -> list[str]:
+    """Return the names that the fields of `cls` have as parameters of a command."""
+    return [parameter_name(owner.__name__, field.name) for owner, field, _ in config_fields(cls)]
+
+
 def is_nested(limits: Limits) -> bool:
     """Whether a field holds a configuration, whose fields become flags."""
     return dataclasses.is_dataclass(limits.kind) and limits.kind not in FLAG_TYPES
 
 
 def config_options(
-    *, positional: tuple[str, ...] = (), defaults: Mapping[str, Any] | None = None, **configs: type
+    *,
+    positional: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] | None = None,
+    of_model: Collection[str] = (),
+    **configs: type,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command flags for the configurations that it takes.
 
     Args:
         positional: fields that may also be given as positional arguments.
         defaults: this command's defaults where they differ from the fields'.
+        of_model: fields in which several models may differ. If there are any, `--model` is repeated for more
+            models, and the command's parameter `others` gets a tuple of configurations for each of these.
         configs: classes to build from the flags, by the command's parameters.
     """
     changed = defaults or {}
@@ -183,13 +194,15 @@ def config_options(
             for cls in configs.values()
             for owner, field, limits in config_fields(cls)
         ]
+        if of_model:
+            derived = [_repeated(flag) if flag.name == MODEL else flag for flag in derived]
         arguments = [_argument(flag) for flag in derived if flag.name in positional]
         derived.sort(key=_usage_rank)
         signature = inspect.signature(command, eval_str=True)
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for parameter in signature.parameters.values()
-            if parameter.name not in configs
+            if parameter.name not in (*configs, "others")
         ]
 
         @functools.wraps(command)
@@ -197,13 +210,16 @@ def config_options(
             with usage_errors():
                 for argument in arguments:
                     _take_argument(context, argument, values)
-                built = {name: _build(cls, values) for name, cls in configs.items()}
+                first, *others = _values_of_models(context, values) if of_model else [values]
+                built: dict[str, Any] = {name: _build(cls, first) for name, cls in configs.items()}
+                if of_model:
+                    built["others"] = [tuple(_build(cls, own) for cls in configs.values()) for own in others]
             rest = {parameter.name: values[parameter.name] for parameter in own}
             with one_line_errors():
                 command(**built, **rest)
 
         flags = [*derived, *own]
-        parameters = [_CONTEXT, *arguments, config_file_option(flags), *own, *derived]
+        parameters = [_CONTEXT, *arguments, config_file_option(flags, of_model), *own, *derived]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -289,8 +305,43 @@ def _argument(flag: inspect.Parameter) -> inspect.Parameter:
     )
 
 
+def _repeated(flag: inspect.Parameter) -> inspect.Parameter:
+    """Return a flag for text as one that may be given several times."""
+    _, info = typing.get_args(flag.annotation)
+    info.help += " Repeat it for more models, each with an engine of its own."
+    return flag.replace(default=[flag.default], annotation=typing.Annotated[list[str], info])
+
+
+def _values_of_models(context: typer.Context, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the values of the parameters for each model; the command line comes before the file's `models`.
+
+    Raises:
+        ConfigError: both name models.
+    """
+    given: list[str] = values[MODEL]
+    own = models_in(context)
+    if not own:
+        return [{**values, MODEL: name} for name in given]
+    if _is_given(context, MODEL) or context.params.get(MODEL + _AS_ARGUMENT) is not None:
+        raise ConfigError(
+            f"the command line names {given[0]!r}, but the file of --config has models; give one"
+        )
+    return [
+        {**values, **{name: value for name, value in each.items() if not _is_given(context, name)}}
+        for each in own
+    ]
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line or the environment has a parameter."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
 def _take_argument(context: typer.Context, argument: inspect.Parameter, values: dict[str, Any]) -> None:
     """Use the value of a positional argument, if given, in place of the flag's default.
+
+    Where the flag may be repeated, the argument comes before it.
 
     Raises:
         ConfigError: the command line also has the flag, with another value.
@@ -299,8 +350,12 @@ def _take_argument(context: typer.Context, argument: inspect.Parameter, values: 
     given = values.pop(argument.name)
     if given is None:
         return
-    source = context.get_parameter_source(name)
-    if source is not None and source.name == "COMMANDLINE" and values[name] != given:
+    is_in_flags = _is_given(context, name)
+    if isinstance(values[name], list):
+        others = values[name] if is_in_flags else []
+        values[name] = [given, *(other for other in others if other != given)]
+        return
+    if is_in_flags and values[name] != given:
         raise ConfigError(
             f"{flag_name(name)} is {values[name]!r}, but the command line also has {given!r}; give one of "
             "them"

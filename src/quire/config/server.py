@@ -63,6 +63,16 @@ ReasoningFormatName = Literal[
     "think",
 ]
 
+OF_MODEL = (
+    "served_model_name",
+    "generation_config",
+    "override_generation_config",
+    "tool_call_format",
+    "reasoning_format",
+    "thinking_budget_message",
+)
+"""Fields of `ServerConfig` in which the models of one server may differ."""
+
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 

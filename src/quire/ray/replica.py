@@ -167,7 +167,7 @@ class QuireServer:
 
     async def __del__(self) -> None:
         """End it, once its requests have ended or `drain_timeout` has passed; others go elsewhere."""
-        await drain(self._context, asyncio.Event())
+        await drain(self._context.contexts, asyncio.Event())
         await self._running.aclose()
 
     def _own_address(self, port: int) -> str:

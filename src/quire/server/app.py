@@ -21,7 +21,7 @@ from quire.server.anthropic.call import MESSAGE_ENDPOINTS
 from quire.server.batches.directory import BatchDirectory, opened_directory
 from quire.server.batches.handlers import BATCH_ENDPOINTS
 from quire.server.batches.service import Batches
-from quire.server.context import ServerContext
+from quire.server.context import ServerContext, SharedState
 from quire.server.control.administration import ADMINISTRATION_ENDPOINTS
 from quire.server.control.live_requests import REQUEST_ENDPOINTS
 from quire.server.control.page_files import page_files, page_routes
@@ -56,12 +56,13 @@ def create_app(
     *,
     tracing: Tracing | None = None,
     batch_directory: BatchDirectory | None = None,
+    others: Sequence[tuple[AsyncLLM, ServerConfig, SamplingDefaults]] = (),
 ) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
-    The state is at `app.state.context` (`ServerContext`), the batches are at `app.state.batches`, the log is
-    at `app.state.access_log`. `serve.start_state` comes before the first request,
-    `serve.close_state` after the last one.
+    The state is at `app.state.context` (the first model's `ServerContext`), the batches are at
+    `app.state.batches`, the log is at `app.state.access_log`. `serve.start_state` comes before the first
+    request, `serve.close_state` after the last one.
 
     Args:
         llm: the engine's front door.
@@ -71,6 +72,7 @@ def create_app(
         sampling_defaults: the defaults that `config` names; None: they are read here.
         tracing: traces calls; None: they are not traced.
         batch_directory: the directory that `config` names; None: it is opened here.
+        others: more models, ready, each with its configuration and defaults.
 
     Raises:
         ConfigError: the key file or the defaults of sampling cannot be read, or are invalid; or the directory
@@ -78,7 +80,10 @@ def create_app(
     """
     directory = batch_directory or opened_directory(config)
     batches = None if directory is None else Batches(directory, config.batches)
-    context = ServerContext(llm, config, tenants, sampling_defaults, tracing=tracing)
+    shared = SharedState(config, tenants, tracing)
+    context = ServerContext(llm, config, shared, sampling_defaults)
+    for other, own_config, own_defaults in others:
+        ServerContext(other, own_config, shared, own_defaults)
     openapi, docs = api_documents(config.root_path)
     page = page_files(needs_key=context.tenants.needs_key) if config.page else {}
     routes = [

@@ -1,10 +1,11 @@
-"""Shared state of all handlers: engine, configuration, and server identity."""
+"""What handlers work with: a served model, and what all models of a server share."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -38,43 +39,30 @@ STATS_TIMEOUT = 0.03
 """Seconds to wait for the engine's statistics before using the last ones."""
 
 
-class ServerContext:
-    """One server's state, shared by its handlers.
+class SharedState:
+    """What the models of one server share.
 
     Args:
-        llm: the engine's front door, ready.
         config: the server's configuration.
         tenants: the tenants that `config` names; None: they are read here.
-        sampling_defaults: the defaults that `config` names; None: they are read here.
         tracing: traces calls; None: they are not traced.
+
+    Attributes:
+        contexts: those of the served models, in order.
     """
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        config: ServerConfig,
-        tenants: Tenants | None = None,
-        sampling_defaults: SamplingDefaults | None = None,
-        *,
-        tracing: Tracing | None = None,
+        self, config: ServerConfig, tenants: Tenants | None = None, tracing: Tracing | None = None
     ) -> None:
-        self.llm = llm
-        self.config = config
-        self.sampling_defaults = sampling_defaults or read_sampling_defaults(config, llm.model_path)
-        self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
+        self.contexts: list[ServerContext] = []
         self.version = __version__
         self.started_at = int(time.time())
-        self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()
-        _require_formats_that_go_together(config, self.chat_template)
         self.tenants = tenants or Tenants(config.api_key, config.api_keys_file)
-        self.metrics = Metrics(self.model_name, llm.info.block_size, self.tenants)
         self.tracing = tracing
         self.background = BackgroundResponses()
         self.event_logs = EventLogs()
         self.responses = _response_store(config)
-        identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
-        self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
 
     async def close(self) -> None:
         """Store responses still being generated, and close the stores."""
@@ -83,6 +71,49 @@ class ServerContext:
             await self.responses.close()
         if self.tracing is not None:
             await self.tracing.close()
+
+
+class ServerContext:
+    """One served model, and what it shares with the others of its server.
+
+    Args:
+        llm: the front door of the model's engine, ready.
+        config: the server's configuration, in which names, defaults and formats are those of the model.
+        shared: what the server's models share; the context is added to it.
+        sampling_defaults: the defaults that `config` names; None: they are read here.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        shared: SharedState,
+        sampling_defaults: SamplingDefaults | None = None,
+    ) -> None:
+        self.llm = llm
+        self.config = config
+        self.sampling_defaults = sampling_defaults or read_sampling_defaults(config, llm.model_path)
+        self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
+        self.calls = LiveCalls()
+        _require_formats_that_go_together(config, self.chat_template)
+        self.version, self.started_at = shared.version, shared.started_at
+        self.ignored_names, self.tenants, self.tracing = shared.ignored_names, shared.tenants, shared.tracing
+        self.background, self.event_logs = shared.background, shared.event_logs
+        self.responses = shared.responses
+        self.metrics = Metrics(self.model_name, llm.info.block_size, self.tenants)
+        self._shared = shared
+        shared.contexts.append(self)
+        identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
+        self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
+
+    @property
+    def contexts(self) -> Sequence[ServerContext]:
+        """The contexts of all models of the server."""
+        return self._shared.contexts
+
+    async def close(self) -> None:
+        """Store responses still being generated, and close the stores, for all models."""
+        await self._shared.close()
 
     @functools.cached_property
     def tool_call_format(self) -> ToolCallFormat | None:
@@ -130,16 +161,34 @@ class ServerContext:
             task="generate" if info.pooling is None else "classify" if info.labels else "embed",
         )
 
-    def require_model(self, name: str) -> None:
-        """Raise `ApiError` 404 unless `name` is one of the served model's, with or without the tag latest."""
-        if not {name, f"{name}{LATEST}", name.removesuffix(LATEST)}.intersection(self.model_names):
-            raise ApiError(
-                404,
-                f"the model {name!r:.80} is not served here; this server has "
-                + ", ".join(map(repr, self.model_names)),
-                param="model",
-                code="model_not_found",
-            )
+    def of_model(self, name: str | None) -> ServerContext:
+        """Return the context of a model of the server.
+
+        Args:
+            name: one of its names, with or without the tag latest; None: there is only one model.
+
+        Raises:
+            ApiError: 404: no model has this name; 400: there are several, and none is named.
+        """
+        if name is None and len(self.contexts) == 1:
+            return self
+        spellings = set() if name is None else {name, f"{name}{LATEST}", name.removesuffix(LATEST)}
+        for context in self.contexts:
+            if spellings.intersection(context.model_names):
+                return context
+        known = ", ".join(repr(one) for context in self.contexts for one in context.model_names)
+        if name is None:
+            raise ApiError(400, f"model is missing; this server has {known}", param="model")
+        raise ApiError(
+            404,
+            f"the model {name!r:.80} is not served here; this server has {known}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def named(self, reason: str) -> str:
+        """Return why the model's engine is not available, with its name if there are others."""
+        return reason if len(self.contexts) == 1 else f"{self.model_name}: {reason}"
 
     def require_kind(self, *, is_pooled: bool) -> None:
         """Raise `InvalidRequestError` unless the model pools prompts, or unless it generates."""
@@ -202,9 +251,19 @@ def _require_formats_that_go_together(config: ServerConfig, template: str) -> No
 
 
 def context_of(request: Request) -> ServerContext:
-    """Return the context of the application that got `request`."""
+    """Return the context of the first model of the application that got `request`."""
     context: ServerContext = request.app.state.context
     return context
+
+
+def contexts_of(request: Request) -> Sequence[ServerContext]:
+    """Return the contexts of the models that `request` is about: the one in its query, or all of them.
+
+    Raises:
+        ApiError: 404: there is no such model.
+    """
+    context, name = context_of(request), request.query_params.get("model")
+    return context.contexts if name is None else [context.of_model(name)]
 
 
 def request_id_of(request: Request) -> str:

@@ -38,7 +38,7 @@ async def _answer_to_body(request: Request, endpoint: Endpoint) -> Response:
             request,
             endpoint.body,
             max_body_bytes=context.config.max_body_bytes,
-            max_prompt_tokens=context.llm.info.max_model_len,
+            max_prompt_tokens=max(one.llm.info.max_model_len for one in context.contexts),
             leniency=leniency,
             takes_any_type=endpoint.takes_any_type,
         )

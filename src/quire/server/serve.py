@@ -10,10 +10,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
+from quire.config.server import OF_MODEL
 from quire.errors import ConfigError, QueueFullError, QuireError, RequestTimeoutError
 from quire.front.process.launch import started_ahead
 from quire.server.http.connections import raise_descriptor_limit
@@ -36,7 +37,11 @@ _COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's defaults, but with fewer ful
 _END_TIMEOUT = 0.5  # seconds for the engine to exit after the last answers
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    others: Sequence[tuple[EngineConfig, ServerConfig]] = (),
+) -> None:
     """Serve until SIGTERM or Ctrl-C, then let running requests finish and return.
 
     A second signal stops at once. Call it from the main thread.
@@ -44,57 +49,98 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     Args:
         engine_config: configuration of the engine.
         server_config: configuration of the HTTP server.
+        others: those of more models, each with an engine of its own. The server's may differ in the fields
+            `OF_MODEL`. Engines start one after the other, as each plans with the memory that is left.
 
     Raises:
         ConfigError: the server cannot listen at the address; its certificate, key file or tracing is
-            unusable; or the engine's configuration cannot work.
+            unusable; the engine's configuration cannot work; or models cannot be told apart.
         ModelError: the model cannot be found or read.
         EngineDeadError: the engine did not start.
         CrashLoopError: engines kept crashing while the server ran.
     """
+    models = [(engine_config, server_config), *others]
+    if others:
+        _require_distinct(models)
     raise_descriptor_limit()  # before the engine process starts: it inherits the limit
     tenants = _tenants(server_config)
     tracing = tracing_of(server_config)
     batch_directory = _batch_directory(server_config)
     with (
-        started_ahead(),
+        started_ahead(len(models)),
         listener(server_config.host, server_config.port, server_config.edge) as listening,
         monitoring_socket(server_config.host, server_config.edge.monitoring_port) as monitoring,
         access_log(server_config.edge.access_log) as log,
     ):
-        print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
+        print(f"Loading {', '.join(engine.model for engine, _ in models)} ...", file=sys.stderr, flush=True)
         port = server_config.port or listening.socket.getsockname()[1]
-        engine_config = with_events_topic(engine_config, server_config, port)
-
-        from quire.front.async_llm import AsyncLLM  # slow: the engine process is already running
-
-        llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
-        threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
+        engines = [with_events_topic(engine, server, port) for engine, server in models]
+        llms = [_started(engines[0])]  # outside the event loop: Ctrl-C must be able to end a download
 
         import quire.server.http.server  # noqa: F401 - slow, too
+        from quire.models.checkpoints.engine_files import resolve_files
         from quire.server.app import api_documents, create_app
         from quire.server.sampling_defaults import read_sampling_defaults
 
         api_documents(server_config.root_path)  # so that they are ready when the engine is
-        defaults = read_sampling_defaults(server_config, llm.model_path)
-        if str(defaults):
-            print(f"Defaults of requests: {defaults}", file=sys.stderr, flush=True)
+        paths = [llms[0].model_path, *(resolve_files(engine)[0] for engine in engines[1:])]
+        defaults = [
+            read_sampling_defaults(server, path) for (_, server), path in zip(models, paths, strict=True)
+        ]
+        for each in filter(str, defaults):
+            print(f"Defaults of requests: {each}", file=sys.stderr, flush=True)
 
         def make_app() -> Starlette:
+            servers = [server for _, server in models]
             return create_app(
-                llm,
+                llms[0],
                 server_config,
                 tenants,
                 log,
-                defaults,
+                defaults[0],
                 tracing=tracing,
                 batch_directory=batch_directory,
+                others=list(zip(llms, servers, defaults, strict=True))[1:],
             )
 
         import uvloop
 
         stop = StopSignals(server_config.drain_timeout, takes_hangup=tenants is not None)
-        uvloop.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
+        uvloop.run(_serve_until_stopped(llms, engines, make_app, listening, monitoring, stop=stop))
+
+
+def _require_distinct(models: Sequence[tuple[EngineConfig, ServerConfig]]) -> None:
+    """Raise `ConfigError` if models have a name or a file in common, or differ in what is the server's."""
+    from quire.server.wire.answers import LATEST
+
+    shared = models[0][1]
+    taken: set[str] = set()
+    for engine, server in models:
+        for name in {field.name for field in dataclasses.fields(ServerConfig)}.difference(OF_MODEL):
+            if getattr(server, name) != getattr(shared, name):
+                raise ConfigError(
+                    f"ServerConfig.{name} of {engine.model} is not that of {models[0][0].model}; set it for "
+                    "all models"
+                )
+        names = dict.fromkeys(
+            name.removesuffix(LATEST) for name in server.served_model_name or (engine.model,)
+        )
+        for name in [*names, *filter(None, [engine.record_path])]:
+            if name in taken:
+                raise ConfigError(
+                    f"two models have the same ServerConfig.served_model_name or EngineConfig.record_path, "
+                    f"{name!r:.80}; give each one of its own, below models in the file of --config"
+                )
+            taken.add(name)
+
+
+def _started(config: EngineConfig) -> AsyncLLM:
+    """Start an engine, and the renderer of its model's chat template."""
+    from quire.front.async_llm import AsyncLLM  # slow: the engine process is already running
+
+    llm = AsyncLLM(config)
+    threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
+    return llm
 
 
 def with_events_topic(config: EngineConfig, server: ServerConfig, port: int) -> EngineConfig:
@@ -163,24 +209,45 @@ def _batch_directory(config: ServerConfig) -> BatchDirectory | None:
 
 
 async def _serve_until_stopped(
-    llm: AsyncLLM,
+    llms: list[AsyncLLM],
+    engines: Sequence[EngineConfig],
     make_app: Callable[[], Starlette],
     listening: Listener,
     monitoring: socket.socket | None,
+    *,
     stop: StopSignals,
 ) -> None:
-    """Wait for the engine, serve it until a stop signal, let requests finish, shut it down."""
+    """Wait for all engines, of which `llms` has the first, serve until a stop signal, let requests finish."""
     with stop.installed():
         try:
-            if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
+            if await finished_unless_set(stop.graceful, _all_ready(llms, engines)):
                 app = make_app()
                 await start_state(app)
                 spare_full_collections()
-                async with listening.with_current_certificate(), _monitored(app.state.context, monitoring):
-                    await _serve_engine(app, listening, stop)
+                contexts = app.state.context.contexts
+                async with listening.with_current_certificate(), _monitored(contexts, monitoring):
+                    await _serve_engines(app, listening, stop)
                     await close_state(app)
         finally:
-            await llm.shutdown(end_timeout=0.0 if stop.immediate.is_set() else _END_TIMEOUT)
+            end_timeout = 0.0 if stop.immediate.is_set() else _END_TIMEOUT
+            await asyncio.gather(*(llm.shutdown(end_timeout=end_timeout) for llm in llms))
+
+
+async def _all_ready(llms: list[AsyncLLM], engines: Sequence[EngineConfig]) -> None:
+    """Wait until the engine of `llms` is ready; start the others and add them, one after the other.
+
+    Raises:
+        QuireError: one of them could not be built.
+    """
+    for number, config in enumerate(engines):
+        try:
+            if number:
+                llms.append(_started(config))
+            await llms[number].wait_until_ready()
+        except QuireError as error:
+            if len(engines) > 1:
+                error.args = (f"{config.model}: {error}",)
+            raise
 
 
 async def start_state(app: Starlette) -> None:
@@ -210,7 +277,7 @@ def spare_full_collections() -> None:
 
 
 @contextlib.asynccontextmanager
-async def _monitored(context: ServerContext, bound: socket.socket | None) -> AsyncIterator[None]:
+async def _monitored(contexts: Sequence[ServerContext], bound: socket.socket | None) -> AsyncIterator[None]:
     """Answer on the monitoring port, if there is one, while the context lasts."""
     if bound is None:
         yield
@@ -218,32 +285,36 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
     from quire.server.monitoring.engine_probes import health_of, latest_exposition, stats_kept_current
     from quire.server.monitoring.probes import MonitoredServer
 
-    server = MonitoredServer(lambda: health_of(context), lambda: latest_exposition(context))
-    async with stats_kept_current(context), server.answering(bound):
+    server = MonitoredServer(lambda: health_of(contexts), lambda: latest_exposition(contexts))
+    async with stats_kept_current(contexts), server.answering(bound):
         yield
 
 
-async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
-    """Serve until a signal stops the server, or engines keep crashing."""
+async def _serve_engines(app: Starlette, listening: Listener, stop: StopSignals) -> None:
+    """Serve until a signal stops the server, or engines of a model keep crashing."""
     from quire.server.http.server import HttpServer
 
     context: ServerContext = app.state.context
+    contexts = context.contexts
     server = HttpServer(app, context.config.connections, listening.tls, app.state.access_log)
     async with (
         server.serving(listening.socket),
         cancelled_at_end(watch_key_file(context.tenants, stop.hangup)),
     ):
-        _announce(context, listening)
-        stopping = asyncio.create_task(_stop_gracefully(context, stop))
-        crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
-        await asyncio.wait({stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
+        _announce(contexts, listening)
+        stopping = asyncio.create_task(_stop_gracefully(contexts, stop))
+        crashing = [asyncio.create_task(each.llm.wait_for_crash_loop()) for each in contexts]
+        done, _ = await asyncio.wait({stopping, *crashing}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping not in done:
+            await drain([each for each in contexts if each.llm.failure is None], stop.immediate)
         if stop.immediate.is_set():
             server.hasten_end()
-    for task in (stopping, crashing):
+    for task in (stopping, *crashing):
         task.cancel()
-    await asyncio.gather(stopping, crashing, return_exceptions=True)
-    if not crashing.cancelled():
-        raise crashing.result()
+    await asyncio.gather(stopping, *crashing, return_exceptions=True)
+    for task in crashing:
+        if not task.cancelled():
+            raise task.result()
 
 
 async def watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
@@ -252,27 +323,30 @@ async def watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
         await tenants.watch(hangup)
 
 
-async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
+async def _stop_gracefully(contexts: Sequence[ServerContext], stop: StopSignals) -> None:
     await stop.graceful.wait()
-    await drain(context, stop.immediate)
+    await drain(contexts, stop.immediate)
 
 
-async def drain(context: ServerContext, immediate: asyncio.Event) -> None:
+async def drain(contexts: Sequence[ServerContext], immediate: asyncio.Event) -> None:
     """Refuse new requests, wait for running ones until `drain_timeout` or `immediate`, abort the rest."""
-    calls, timeout = context.calls, context.config.drain_timeout
-    calls.begin_drain()
-    num_running = len(calls.request_ids)
+    for context in contexts:
+        context.calls.begin_drain()
+    num_running = sum(len(context.calls.request_ids) for context in contexts)
     if num_running:
-        announce_stop(num_running, timeout)
+        announce_stop(num_running, contexts[0].config.drain_timeout)
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout):
-            await finished_unless_set(immediate, calls.wait_idle())
-    for request_id in calls.request_ids:
-        context.llm.abort(request_id)
+        async with asyncio.timeout(contexts[0].config.drain_timeout if contexts else 0):
+            for context in contexts:
+                await finished_unless_set(immediate, context.calls.wait_idle())
+    for context in contexts:
+        for request_id in context.calls.request_ids:
+            context.llm.abort(request_id)
 
 
-def _announce(context: ServerContext, listening: Listener) -> None:
-    """Print that the server is ready, its URL, and a command to try."""
+def _announce(contexts: Sequence[ServerContext], listening: Listener) -> None:
+    """Print that the server is ready, its URL, what it serves, and a command to try with the first model."""
+    context = contexts[0]
     info = context.llm.info
     sent_key = ' -H "Authorization: Bearer ${QUIRE_API_KEY%% *}"'  # of several keys, the first
     key = sent_key if context.tenants.needs_key else ""
@@ -282,9 +356,13 @@ def _announce(context: ServerContext, listening: Listener) -> None:
         path, fields = "embeddings", '"input": "Hello"'
     question = f'{{"model": "{context.model_name}", {fields}}}'
     url = f"{listening.curl}/v1/{path}"
+    loaded = "; ".join(
+        f"{each.model_name}, {each.llm.info.dtype} on {each.llm.info.device}, "
+        f"loaded in {each.llm.info.load_seconds:.1f} s"
+        for each in contexts
+    )
     print(
-        f"Ready: {listening.url} ({context.model_name}, {info.dtype} on {info.device}, "
-        f"loaded in {info.load_seconds:.1f} s)\n"
+        f"Ready: {listening.url} ({loaded})\n"
         f"{hint}: curl {url}{key} -H 'Content-Type: application/json' -d '{question}'",
         flush=True,
     )

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from quire.cli.options import config_options
+from collections.abc import Sequence
+
+from quire.cli.options import config_options, parameters_of
 from quire.config import EngineConfig, RouterConfig, ServerConfig
+from quire.config.server import OF_MODEL
 from quire.errors import QuireError
 
 
 @config_options(
-    positional=("model",), defaults={"standby_engine": True}, engine=EngineConfig, server=ServerConfig
+    positional=("model",),
+    defaults={"standby_engine": True},
+    of_model=(*parameters_of(EngineConfig), *OF_MODEL),
+    engine=EngineConfig,
+    server=ServerConfig,
 )
-def serve(engine: EngineConfig, server: ServerConfig) -> None:
+def serve(
+    engine: EngineConfig, server: ServerConfig, others: Sequence[tuple[EngineConfig, ServerConfig]]
+) -> None:
     """Serve MODEL over HTTP, in OpenAI's API.
 
     Serves /v1/chat/completions, /v1/completions, /v1/responses and Anthropic's /v1/messages, streaming or
@@ -20,12 +29,13 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     Examples:
       quire serve
       quire serve Qwen/Qwen3-0.6B --port 9000 --cache-size 4
+      quire serve Qwen/Qwen3-0.6B --model BAAI/bge-small-en-v1.5
       quire serve --config server.yaml
       quire serve ./my-model --api-key "$KEY" --policy priority
     """
     from quire.server.serve import serve as run_server
 
-    run_server(engine, server)
+    run_server(engine, server, others)
 
 
 @config_options(router=RouterConfig)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from quire.engine.process.standby_signs import STANDBY_OPTION
 
-_ahead: list[subprocess.Popen[bytes]] = []  # at most one
+_ahead: list[subprocess.Popen[bytes]] = []
 
 
 def is_readable(descriptor: int, timeout: float) -> bool:
@@ -23,19 +23,17 @@ def is_readable(descriptor: int, timeout: float) -> bool:
 
 
 @contextlib.contextmanager
-def started_ahead() -> Iterator[None]:
-    """Start a block's first engine process at once, to run while the block imports its modules.
+def started_ahead(number: int = 1) -> Iterator[None]:
+    """Start a block's first engine processes at once, to run while the block imports its modules.
 
-    It ends with the block unless `start_process` has taken it. Not for blocks in several threads.
+    They end with the block unless `start_process` has taken them. Not for blocks in several threads.
     """
-    process = _start([])
-    _ahead.append(process)
+    _ahead.extend(_start([]) for _ in range(number))
     try:
         yield
     finally:
-        if process in _ahead:
-            _ahead.remove(process)
-            end_process(os.getpid(), process)
+        while _ahead:
+            end_process(os.getpid(), _ahead.pop())
 
 
 def start_process(*, is_standby: bool = False) -> subprocess.Popen[bytes]:
@@ -46,7 +44,7 @@ def start_process(*, is_standby: bool = False) -> subprocess.Popen[bytes]:
     """
     if is_standby:
         return _start([STANDBY_OPTION])
-    return _ahead.pop() if _ahead else _start([])
+    return _ahead.pop(0) if _ahead else _start([])
 
 
 def _start(options: list[str]) -> subprocess.Popen[bytes]:

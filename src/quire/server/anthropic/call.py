@@ -64,8 +64,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 async def count_message_tokens(request: Request, body: CountTokensRequest) -> Response:
     """Count the tokens of a conversation's prompt."""
-    context = context_of(request)
-    context.require_model(body.model)
+    context = context_of(request).of_model(body.model)
     tokens = await Conversation(context, body, body.given_messages()).prompt_tokens()
     return json_response(TokenCount(input_tokens=len(tokens)))
 

@@ -37,7 +37,7 @@ def _in_batch(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awai
                 raise InvalidRequestError(
                     f"{name} is true; requests of a batch are answered whole", param=name
                 )
-        if context_of(request).llm.info.reads_priority:
+        if context_of(request).of_model(body.model).llm.info.reads_priority:
             body.priority = LOWEST_PRIORITY
         return await handler(request, body)
 

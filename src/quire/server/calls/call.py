@@ -62,9 +62,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     def __init__(self, request: Request, body: BodyT) -> None:
         self._request = request
         self._body = body
-        self._context = context_of(request)
-        if body.model is not None:
-            self._context.require_model(body.model)
+        self._context = context_of(request).of_model(body.model)
         self._context.require_kind(is_pooled=self.is_pooled)
         self._begun_at = time.monotonic()
         self._request_id = request_id_of(request)

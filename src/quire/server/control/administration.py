@@ -1,8 +1,9 @@
-"""Endpoints that affect all tenants: prefix cache reset, pause and sleep."""
+"""Endpoints that affect all tenants: prefix cache reset, pause and sleep, of all models or one."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import EngineDeadError
-from quire.server.context import ServerContext, context_of, tenant_of
+from quire.server.context import ServerContext, contexts_of, tenant_of
 from quire.server.wire.answers import PauseStatus, ResetPrefixCache, SleepStatus, json_response
 from quire.server.wire.errors import ApiError
 from quire.server.wire.openapi import Endpoint
@@ -23,8 +24,9 @@ Mode = Literal["abort", "wait", "keep"]
 
 
 class PauseOptions(BaseModel):
-    """The query of POST /pause; see `AsyncLLM.pause_generation`."""
+    """The query of POST /pause; see `AsyncLLM.pause_generation`. `model` is read by `contexts_of`."""
 
+    model: str | None = None
     mode: Mode = "abort"
     clear_cache: bool = True
 
@@ -32,18 +34,20 @@ class PauseOptions(BaseModel):
 class SleepOptions(BaseModel):
     """The query of POST /sleep; see `AsyncLLM.sleep`. The engine is ended completely at any level."""
 
+    model: str | None = None
     mode: Mode = "abort"
     level: Literal["1", "2"] = "1"
 
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Clear the prefix cache of all tenants, if no KV block is in use."""
-    context = _context_of_admin(request, "the prefix cache")
+    contexts = _contexts_of_admin(request, "the prefix cache")
     try:
-        is_reset = await asyncio.wait_for(context.llm.reset_prefix_cache(), RESET_TIMEOUT)
+        async with asyncio.timeout(RESET_TIMEOUT):
+            are_reset = [await context.llm.reset_prefix_cache() for context in contexts]
     except TimeoutError:
         raise EngineDeadError(f"the engine has not answered for {RESET_TIMEOUT:g} s") from None
-    if not is_reset:
+    if not all(are_reset):
         raise ApiError(
             409,
             "the prefix cache is in use by requests, pins or peers; try again when they have ended",
@@ -54,62 +58,69 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def pause(request: Request) -> Response:
     """Pause the engine until POST /resume; new requests wait."""
-    context = _context_of_controller(request)
+    contexts = _contexts_of_controller(request)
     options = read_query(request, PauseOptions)
-    is_cleared = await context.llm.pause_generation(options.mode, clear_cache=options.clear_cache)
-    return json_response(PauseStatus(is_paused=True, is_cache_cleared=is_cleared))
+    are_cleared = await asyncio.gather(
+        *(each.llm.pause_generation(options.mode, clear_cache=options.clear_cache) for each in contexts)
+    )
+    return json_response(PauseStatus(is_paused=True, is_cache_cleared=all(are_cleared)))
 
 
 async def resume(request: Request) -> Response:
     """End the pause."""
-    await _context_of_controller(request).llm.resume_generation()
+    contexts = _contexts_of_controller(request)
+    await asyncio.gather(*(context.llm.resume_generation() for context in contexts))
     return json_response(PauseStatus(is_paused=False))
 
 
 async def is_paused(request: Request) -> Response:
-    """Return whether the engine is paused."""
-    return json_response(PauseStatus(is_paused=await context_of(request).llm.is_paused()))
+    """Return whether the engine is paused; of several, whether all are."""
+    are_paused = [await context.llm.is_paused() for context in contexts_of(request)]
+    return json_response(PauseStatus(is_paused=all(are_paused)))
 
 
 async def sleep(request: Request) -> Response:
     """Stop the engine until POST /wake_up, and free its weights and KV."""
-    context = _context_of_controller(request)
-    await context.llm.sleep(read_query(request, SleepOptions).mode)
+    contexts = _contexts_of_controller(request)
+    mode = read_query(request, SleepOptions).mode
+    await asyncio.gather(*(context.llm.sleep(mode) for context in contexts))
     return json_response(SleepStatus(is_sleeping=True))
 
 
 async def wake_up(request: Request) -> Response:
     """Start a sleeping engine, and answer when it accepts requests."""
-    await _context_of_controller(request).llm.wake_up()
+    contexts = _contexts_of_controller(request)
+    await asyncio.gather(*(context.llm.wake_up() for context in contexts))
     return json_response(SleepStatus(is_sleeping=False))
 
 
 async def is_sleeping(request: Request) -> Response:
-    """Return whether the engine is asleep."""
-    return json_response(SleepStatus(is_sleeping=await context_of(request).llm.is_sleeping()))
+    """Return whether the engine is asleep; of several, whether all are."""
+    are_sleeping = [await context.llm.is_sleeping() for context in contexts_of(request)]
+    return json_response(SleepStatus(is_sleeping=all(are_sleeping)))
 
 
-def _context_of_controller(request: Request) -> ServerContext:
-    """Return the server's context if the tenant may stop the engine.
+def _contexts_of_controller(request: Request) -> Sequence[ServerContext]:
+    """Return the contexts of the models that `request` is about, if the tenant may stop their engines.
 
     Raises:
-        ApiError: 403: the tenant may not, or engine_control is off.
+        ApiError: 403: the tenant may not, or engine_control is off; 404: there is no such model.
     """
-    context = _context_of_admin(request, "the engine")
-    if not context.config.engine_control:
+    contexts = _contexts_of_admin(request, "the engine")
+    if not contexts[0].config.engine_control:
         raise ApiError(
             403,
             "this server's engine cannot be paused over HTTP; start it with --engine-control",
             code="not_permitted",
         )
-    return context
+    return contexts
 
 
-def _context_of_admin(request: Request, what: str) -> ServerContext:
-    """Return the server's context if the tenant may change what all tenants share.
+def _contexts_of_admin(request: Request, what: str) -> Sequence[ServerContext]:
+    """Return the contexts of the models that `request` is about, if the tenant may change what all share.
 
     Raises:
-        ApiError: 403, the tenant may not.
+        ApiError: 403: the tenant may not; 404: there is no such model.
     """
     tenant = tenant_of(request)
     if not tenant.sees_all:
@@ -118,12 +129,13 @@ def _context_of_admin(request: Request, what: str) -> ServerContext:
             f"{what} is shared: the tenant {tenant.name!r} is not an admin in the server's key file",
             code="not_permitted",
         )
-    return context_of(request)
+    return contexts_of(request)
 
 
 _FOR_ADMINS = {
     400: "The query is invalid.",
     403: "The tenant may not.",
+    404: "The model in the query is not served here.",
     503: "The engine is not available.",
 }
 

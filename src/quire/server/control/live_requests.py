@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
 from quire.kv.peers.transfer_params import TransferId
-from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, tenant_of
+from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, contexts_of, tenant_of
 from quire.server.tenancy.tenants import Tenant
 from quire.server.wire.answers import AbortedCall, ReleasedKV, ServedCall, ServedCallList, json_response
 from quire.server.wire.errors import TIMEOUT, ApiError
@@ -26,50 +26,50 @@ MAX_SENTENCES = 200
 
 async def list_requests(request: Request) -> Response:
     """List the tenant's visible requests, oldest first, with what each is doing or waiting for."""
-    context, tenant = context_of(request), tenant_of(request)
-    own = filter(tenant.sees, context.calls.by_id)
-    engine_ids = list(itertools.islice(own, MAX_LISTED))
-    has_more = next(own, None) is not None
-    data = await _explained(context, tenant, engine_ids)
+    tenant, has_more = tenant_of(request), False
+    data: list[ServedCall] = []
+    for context in context_of(request).contexts:
+        own = filter(tenant.sees, context.calls.by_id)
+        engine_ids = list(itertools.islice(own, MAX_LISTED - len(data)))
+        has_more = has_more or next(own, None) is not None
+        data += await _explained(context, tenant, engine_ids)
     return json_response(ServedCallList(data=data, has_more=has_more))
 
 
 async def get_request(request: Request) -> Response:
     """Explain what a request is doing or waiting for, by the id in its answer."""
-    context, tenant = context_of(request), tenant_of(request)
-    [call] = await _explained(context, tenant, [_live_id(request)])
+    context, call_id = _live_call(request)
+    [call] = await _explained(context, tenant_of(request), [call_id])
     return json_response(call)
 
 
 async def abort_request(request: Request) -> Response:
     """Abort a live request; its client gets an error with the code aborted."""
-    context, tenant = context_of(request), tenant_of(request)
-    call_id = _live_id(request)
+    context, call_id = _live_call(request)
     context.calls.note_abort(call_id)
     for request_id in context.calls.by_id[call_id]:
         context.llm.abort(request_id)
-    return json_response(AbortedCall(id=tenant.call_id(call_id)))
+    return json_response(AbortedCall(id=tenant_of(request).call_id(call_id)))
 
 
-def _live_id(request: Request) -> str:
-    """Return the id (`Tenant.engine_id`) of the call named in the path.
+def _live_call(request: Request) -> tuple[ServerContext, str]:
+    """Return the call named in the path: its model's context, and its id (`Tenant.engine_id`).
 
     Raises:
         ApiError: 404: no such call, visible to the tenant, is being served.
     """
-    context, tenant = context_of(request), tenant_of(request)
+    tenant = tenant_of(request)
     request_id: str = request.path_params["request_id"]
-    calls = context.calls.by_id
     candidates = [tenant.engine_id(request_id)] + [request_id] * tenant.sees_all
-    engine_id = next(filter(calls.__contains__, candidates), None)
-    if engine_id is None:
-        raise ApiError(
-            404,
-            f"the request {request_id!r} is not being served: it has ended or never arrived; /v1/requests "
-            "lists those that are",
-            code="request_not_found",
-        )
-    return engine_id
+    for engine_id, context in itertools.product(candidates, contexts_of(request)):
+        if engine_id in context.calls.by_id:
+            return context, engine_id
+    raise ApiError(
+        404,
+        f"the request {request_id!r} is not being served: it has ended or never arrived; /v1/requests "
+        "lists those that are",
+        code="request_not_found",
+    )
 
 
 async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequence[str]) -> list[ServedCall]:
@@ -94,17 +94,19 @@ async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequenc
 
 async def release_kv(request: Request) -> Response:
     """Free the KV held under a transfer id, now or when it arrives; has no effect if it is gone."""
-    context = context_of(request)
     tenant_of(request).require_kv_transfer("/v1/kv_transfers")
     try:
         transfer_id: str = msgspec.convert(request.path_params["transfer_id"], TransferId)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the transfer_id is invalid: {error}") from error
-    if context.llm.info.kv_transfer_address is None:
+    engines = [context.llm for context in context_of(request).contexts]
+    lenders = [llm for llm in engines if llm.info.kv_transfer_address is not None]
+    if not lenders:
         raise ApiError(
             404, "this engine lends no KV; start it with --role prefill", code="kv_transfer_not_found"
         )
-    context.llm.release_kv(transfer_id)
+    for llm in lenders:  # an unknown id has no effect
+        llm.release_kv(transfer_id)
     return json_response(ReleasedKV(id=transfer_id))
 
 

@@ -31,7 +31,7 @@ EndLabel = Literal["stop", "length", "abort", "timeout", "error", "refused"]
 
 
 class Metrics:
-    """All metrics of one server, in registries of its own.
+    """All metrics of one model and, of a server's first model, those of the server; in registries of its own.
 
     Args:
         model_name: the model's name for clients, a label of metrics with vLLM's names.
@@ -44,8 +44,9 @@ class Metrics:
         if tenants is not None:
             self._tenant_registry.register(TenantCollector(tenants))
         self.registry = CollectorRegistry()
-        self._vllm_metrics = VLLMMetrics(model_name, block_size)
+        self._model_name = model_name
         self._writer = TextWriter()
+        self._vllm_metrics = VLLMMetrics(model_name, block_size)
         self.engine = EngineCollector()
         self.registry.register(self.engine)
         self.prompt_tokens = self._counter(
@@ -69,7 +70,7 @@ class Metrics:
             "Number of requests over HTTP that have ended, by path as it is documented, method and status "
             "(499: the client left before).",
             ["route", "method", "status"],
-            registry=self.registry,
+            registry=None,
         )
         self.time_to_first_token = self._histogram(
             "quire_time_to_first_token_seconds", "Seconds from the arrival of a request to its first token."
@@ -118,11 +119,38 @@ class Metrics:
     def _histogram(self, name: str, meaning: str, buckets: Sequence[float] = _LATENCY_BUCKETS) -> Histogram:
         return Histogram(name, meaning, registry=self.registry, buckets=buckets)
 
-    def exposition(self, *, of_tenants: bool = False) -> bytes:
-        """Return all metrics in the Prometheus text format, with those of single tenants if asked."""
-        own = list(self.registry.collect())
-        written = self._writer.write([*own, *self._vllm_metrics.renamed(own)])
+    def exposition(self, *, of_tenants: bool = False, others: Sequence[Metrics] = ()) -> bytes:
+        """Return all metrics in the Prometheus text format.
+
+        Args:
+            of_tenants: whether to return those of single tenants, too.
+            others: those of the server's other models; if there are any, all have the label `model_name`.
+        """
+        families = self._joined([self, *others]) if others else self._families()
+        written = self._writer.write([*families, *self.http_requests.collect()])
         return written + generate_latest(self._tenant_registry) if of_tenants else written
+
+    def _families(self, **labels: str) -> list[Metric]:
+        """Return the model's metrics, those under Quire's names with more labels."""
+        own = list(self.registry.collect())
+        labelled = [_labelled(metric, labels) for metric in own] if labels else own
+        return [*labelled, *self._vllm_metrics.renamed(own)]
+
+    @staticmethod
+    def _joined(models: Iterable[Metrics]) -> list[Metric]:
+        """Return the metrics of several models, each name once."""
+        by_name: dict[str, Metric] = {}
+        for model in models:
+            for metric in model._families(model_name=model._model_name):
+                if by_name.setdefault(metric.name, metric) is not metric:
+                    by_name[metric.name].samples += metric.samples
+        return list(by_name.values())
+
+
+def _labelled(metric: Metric, labels: Mapping[str, str]) -> Metric:
+    labelled = Metric(metric.name, metric.documentation, metric.type)
+    labelled.samples = [sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples]
+    return labelled
 
 
 class TextWriter:

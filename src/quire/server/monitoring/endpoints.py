@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.context import ServerContext, context_of
+from quire.server.context import ServerContext, context_of, contexts_of
 from quire.server.monitoring.engine_probes import current_stats, health_of
 from quire.server.monitoring.stats import Stats, get_stats
 from quire.server.wire.answers import (
@@ -25,13 +25,13 @@ from quire.server.wire.paths import READINESS_PATHS
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 if requests can be served, otherwise 503 with the reason."""
-    health = health_of(context_of(request))
+    """Answer 200 if requests of all models can be served, or those of `model`; else 503 with the reason."""
+    health = health_of(contexts_of(request))
     return json_response(health, 200 if health.status == "ok" else 503)
 
 
 async def live(request: Request) -> Response:
-    """Answer 200: the server is alive, regardless of the engine."""
+    """Answer 200: the server is alive, regardless of its engines."""
     return json_response(Health(status="ok"))
 
 
@@ -39,15 +39,18 @@ async def metrics(request: Request) -> Response:
     """Return the metrics in the Prometheus text format, for an admin with those of each tenant."""
     context = context_of(request)
     sender = context.tenants.of_headers(request.headers)
-    stats, engine_up = await current_stats(context)
-    context.metrics.engine.update(stats, context.llm.recovery_stats, engine_up=engine_up)
-    exposition = context.metrics.exposition(of_tenants=sender is not None and sender.sees_all)
+    for each in context.contexts:
+        stats, engine_up = await current_stats(each)
+        each.metrics.engine.update(stats, each.llm.recovery_stats, engine_up=engine_up)
+    first, *others = (each.metrics for each in context.contexts)
+    of_tenants = sender is not None and sender.sees_all
+    exposition = first.exposition(of_tenants=of_tenants, others=others)
     return Response(exposition, media_type=CONTENT_TYPE_LATEST)
 
 
 async def engine(request: Request) -> Response:
-    """Describe the engine for a router."""
-    context = context_of(request)
+    """Describe the engine of the first model, or that of `model`, for a router, and name all models."""
+    context, *_ = contexts_of(request)
     info = context.llm.info
     address, ports = info.kv_transfer_address, info.kv_events_ports
     return json_response(
@@ -58,7 +61,7 @@ async def engine(request: Request) -> Response:
             max_model_len=info.max_model_len,
             kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
             kv_events=None if ports is None else await asyncio.to_thread(_kv_event_source, context, *ports),
-            models=context.model_cards,
+            models=[card for each in context.contexts for card in each.model_cards],
         )
     )
 
@@ -78,8 +81,9 @@ async def version(request: Request) -> Response:
 
 
 async def world_size(request: Request) -> Response:
-    """Return the number of the engine's ranks."""
-    return json_response(WorldSize(world_size=context_of(request).llm.config.tensor_parallel_size))
+    """Return the number of the engine's ranks: that of the first model, or of `model`."""
+    context, *_ = contexts_of(request)
+    return json_response(WorldSize(world_size=context.llm.config.tensor_parallel_size))
 
 
 MONITORING_ENDPOINTS = (

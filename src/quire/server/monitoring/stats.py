@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 
 from msgspec import Struct
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.scheduling.outputs import SchedulerStats
-from quire.server.context import ServerContext, context_of, tenant_of
+from quire.server.context import ServerContext, contexts_of, tenant_of
 from quire.server.monitoring.engine_probes import current_stats
 from quire.server.tenancy.tenants import Tenant
 from quire.server.wire.answers import json_response
@@ -83,8 +84,8 @@ class Stats(Struct, kw_only=True):
 
 
 async def get_stats(request: Request) -> Response:
-    """Return statistics of the engine, the server, and the tenants that the caller may see."""
-    context = context_of(request)
+    """Return statistics of one model, the first or `model`, and of the tenants that the caller may see."""
+    context, *_ = contexts_of(request)
     engine, engine_up = await current_stats(context)
     engine = engine or SchedulerStats()
     metrics = context.metrics
@@ -143,7 +144,8 @@ def _latencies(histogram: Collector) -> LatencyHistogram:
 def _tenants(context: ServerContext, tenant: Tenant) -> list[TenantStats]:
     """Return the busiest tenants visible to `tenant`; none without a key file."""
     known = context.tenants.separate if tenant.sees_all else (tenant,)
-    num_calls = collections.Counter(engine_id.partition(":")[0] for engine_id in context.calls.by_id)
+    live = itertools.chain.from_iterable(each.calls.by_id for each in context.contexts)
+    num_calls = collections.Counter(engine_id.partition(":")[0] for engine_id in live)
     shown = sorted(known, key=lambda one: num_calls[one.name], reverse=True)
     return [
         TenantStats(

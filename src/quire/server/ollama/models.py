@@ -56,28 +56,27 @@ class ShowRequest(StrictModel):
 
 
 async def list_local_models(request: Request) -> Response:
-    """List the served model under each of its names, in Ollama's form."""
-    context = context_of(request)
-    return json_response(LocalModelList(models=[LocalModel(**fields) for fields in await _models(context)]))
+    """List the served models under each of their names, in Ollama's form."""
+    contexts = context_of(request).contexts
+    models = [LocalModel(**fields) for context in contexts for fields in await _models(context)]
+    return json_response(LocalModelList(models=models))
 
 
 async def list_running_models(request: Request) -> Response:
-    """List the served model under each of its names, or nothing while the engine sleeps."""
-    context = context_of(request)
-    models = [] if await context.llm.is_sleeping() else await _models(context)
-    expires_at = timestamp(context.started_at + _NEVER_EXPIRES)
+    """List the served models under each of their names, but those whose engines sleep."""
     running = []
-    for fields in models:
-        del fields["modified_at"]
+    for context in context_of(request).contexts:
+        expires_at = timestamp(context.started_at + _NEVER_EXPIRES)
         length = context.llm.info.max_model_len
-        running.append(RunningModel(**fields, expires_at=expires_at, size_vram=0, context_length=length))
+        for fields in [] if await context.llm.is_sleeping() else await _models(context):
+            del fields["modified_at"]
+            running.append(RunningModel(**fields, expires_at=expires_at, size_vram=0, context_length=length))
     return json_response(RunningModelList(models=running))
 
 
 async def show_model(request: Request, body: ShowRequest) -> Response:
-    """Describe the served model in Ollama's form."""
-    context = context_of(request)
-    context.require_model(body.model or body.name or "")
+    """Describe a served model in Ollama's form."""
+    context = context_of(request).of_model(body.model or body.name or "")
     details = await _details(context)
     family = details.family or "unknown"
     return json_response(

@@ -23,17 +23,15 @@ from quire.server.wire.openapi import GENERATION_ERRORS, Endpoint
 
 
 async def list_models(request: Request) -> Response:
-    """List the served model under each of its names."""
-    context = context_of(request)
-    return json_response(ModelList(data=context.model_cards))
+    """List the served models under each of their names."""
+    contexts = context_of(request).contexts
+    return json_response(ModelList(data=[card for each in contexts for card in each.model_cards]))
 
 
 async def get_model(request: Request) -> Response:
-    """Describe the served model."""
-    context = context_of(request)
+    """Describe a served model."""
     name = request.path_params["model"]
-    context.require_model(name)
-    return json_response(context.model_card(name))
+    return json_response(context_of(request).of_model(name).model_card(name))
 
 
 COMPLETION_ENDPOINTS = (

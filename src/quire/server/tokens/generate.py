@@ -48,7 +48,7 @@ class SamplingFields(_OwnFields):  # type: ignore[valid-type, misc]
 class GenerateRequest(OptionFields):
     """Body of POST /inference/v1/generate, as /render returns it."""
 
-    model: str | None = Field(None, description="The served model's name. Default: whichever is served.")
+    model: str | None = Field(None, description="The served model's name. Default: the only one.")
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="Returned with the answer. Default: the request's X-Request-Id."
     )

@@ -29,7 +29,7 @@ NAMES_PER_TURN = 2_000
 class TokenizeRequest(PromptFields):
     """Body of POST /tokenize: a text, or a conversation for the chat template."""
 
-    model: str | None = Field(None, description="The served model's name. Default: whichever is served.")
+    model: str | None = Field(None, description="The served model's name. Default: the only one.")
     prompt: str | None = Field(None, description="The text.")
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = Field(
         None, description="The conversation."
@@ -64,13 +64,13 @@ class TokenizeRequest(PromptFields):
 class DetokenizeRequest(StrictModel):
     """Body of POST /detokenize."""
 
-    model: str | None = Field(None, description="The served model's name. Default: whichever is served.")
+    model: str | None = Field(None, description="The served model's name. Default: the only one.")
     tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="Token ids.")
 
 
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Return the tokens of a text, or of a conversation's prompt."""
-    context = _context_of_model(request, body.model)
+    context = context_of(request).of_model(body.model)
     if body.prompt is None:
         tokens = await Conversation(context, body, body.given_messages()).prompt_tokens()
     else:
@@ -88,13 +88,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens, including special tokens."""
-    context = _context_of_model(request, body.model)
+    context = context_of(request).of_model(body.model)
     return json_response(DetokenizedText(prompt=await context.llm.detokenize(body.tokens)))
 
 
 async def tokenizer_info(request: Request) -> Response:
     """Describe the tokenizer, its added tokens and the chat template."""
-    context = context_of(request)
+    context = context_of(request).of_model(request.query_params.get("model"))
     tokenizer = context.llm.tokenizer
     named = tokenizer.special_tokens
     return json_response(
@@ -112,13 +112,6 @@ async def tokenizer_info(request: Request) -> Response:
             chat_template=tokenizer.chat_template_source,
         )
     )
-
-
-def _context_of_model(request: Request, model: str | None) -> ServerContext:
-    context = context_of(request)
-    if model is not None:
-        context.require_model(model)
-    return context
 
 
 async def _names_of(context: ServerContext, tokens: list[int]) -> list[str]:
