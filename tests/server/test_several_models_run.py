@@ -127,6 +127,21 @@ def test_models_of_a_file_with_names(encoder: Path, tmp_path: Path) -> None:
         assert server.process.wait() == 0
 
 
+def test_a_model_that_keeps_crashing_ends_the_server_after_the_streams_of_others(encoder: Path) -> None:
+    path = str(encoder)
+    with started("mini", "--model", path, "--no-standby-engine", "--max-engine-crashes", "1") as server:
+        stream = server.client.completions.create(
+            model="mini", prompt="Once", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        server.engines()[1].kill()
+        chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        _, errors = server.process.communicate()
+        assert server.process.returncode == 1
+        assert f"error: {path}: the engine has died 1 times" in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.config.server import OF_MODEL
-from quire.errors import ConfigError, QueueFullError, QuireError, RequestTimeoutError
+from quire.errors import ConfigError, CrashLoopError, QueueFullError, QuireError, RequestTimeoutError
 from quire.front.process.launch import started_ahead
 from quire.server.http.connections import raise_descriptor_limit
 from quire.server.http.listening import Listener, listener
@@ -312,9 +312,9 @@ async def _serve_engines(app: Starlette, listening: Listener, stop: StopSignals)
     for task in (stopping, *crashing):
         task.cancel()
     await asyncio.gather(stopping, *crashing, return_exceptions=True)
-    for task in crashing:
+    for each, task in zip(contexts, crashing, strict=True):
         if not task.cancelled():
-            raise task.result()
+            raise CrashLoopError(each.named(str(task.result())))
 
 
 async def watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
