@@ -210,9 +210,9 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear"}}, "without factor, which it needs"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "longrope only"),
-        ("FalconForCausalLM", {"alibi": True}, "alibi true"),
+        ("FalconForCausalLM", {"alibi": True}, "alibi True; it must be False"),
         ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, "which make no Falcon"),
-        ("GPT2LMHeadModel", {"add_cross_attention": True}, "attention to an encoder"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention True; it must be False"),
         (
             "Gemma4UnifiedForCausalLM",
             {"num_kv_shared_layers": 5},
@@ -259,7 +259,7 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ),
         ("Zamba2ForCausalLM", {"tie_word_embeddings": False}, "tie_word_embeddings False; it must be True"),
         ("Zamba2ForCausalLM", {"use_long_context": True}, "use_long_context True; it must be False"),
-        ("KimiLinearForCausalLM", {"mla_use_nope": False}, "Kimi Linear has no rotation"),
+        ("KimiLinearForCausalLM", {"mla_use_nope": False}, "mla_use_nope False; it must be True"),
         ("KimiLinearForCausalLM", {"linear_attn_config": {"num_heads": 0}}, "linear_num_heads 0; it must be"),
         ("KimiLinearForCausalLM", {"linear_attn_config": 3}, "linear_attn_config 3; it must be an object"),
         (
@@ -271,14 +271,14 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("MiMoV2FlashForCausalLM", {"swa_head_dim": 64}, "swa_head_dim 64; it must be 192 in this"),
         ("MiMoV2FlashForCausalLM", {"rope_theta": 1e6}, "rope_theta 1000000.0; it must be 5000000.0 in this"),
         ("MiMoV2FlashForCausalLM", {"moe_layer_freq": [0, 1, 0, 1, 1, 1]}, "moe_layer_freq .* must be .0, 1"),
-        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok 2; Llama 4 chooses 1"),
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok 2; it must be 1"),
         ("Llama4ForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "known: full_attention, chunked_"),
         (
             "Llama4ForCausalLM",
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "use_qk_norm and rotations with the factor 1.13",
         ),
-        ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
+        ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; it must be 7.0"),
     ],
 )
 def test_what_changes_numbers_and_is_not_computed_is_refused(

@@ -102,7 +102,7 @@ def test_norms_may_have_their_first_names(tmp_path: Path) -> None:
     ("name", "entries", "message"),
     [
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
-        ("bert", {"is_decoder": True}, "is_decoder true; only encoders by themselves"),
+        ("bert", {"is_decoder": True}, "is_decoder True; it must be False"),
         ("bert", {"type_vocab_size": -1}, "type_vocab_size -1; it must be"),
         ("roberta", {"pad_token_id": 600}, "pad_token_id 600, behind which positions begin, and only 514"),
         ("distilbert", {"activation": "mish"}, "activation 'mish'"),

@@ -248,12 +248,12 @@ def test_ranks_that_share_kv_with_other_engines_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"num_key_value_heads": 2}, "num_key_value_heads 2; latent attention has as many as"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2; it must be 4"),
         (
             {"num_hidden_layers": 4096, "num_attention_heads": 128, "num_key_value_heads": 128},
             "exceed the limit",
         ),
-        ({"attention_bias": True}, "attention_bias true, which is not supported in latent attention"),
+        ({"attention_bias": True}, "attention_bias True; it must be False"),
     ],
 )
 def test_configs_that_latent_attention_has_not_are_refused(

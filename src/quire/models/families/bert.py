@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig, RowLayer
-from quire.models.families.classification import two_layers
+from quire.models.families.classification import dense_head, two_layers
 from quire.models.families.family import Family, two_sided, with_attention_biases, with_two_ropes
 from quire.models.layer import SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
@@ -55,16 +55,7 @@ def _normed_sums(base: ModelConfig, **fields: Any) -> ModelConfig:
 
 
 def _bert(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    _check_is_encoder(hf)
     return _normed_sums(base, token_types=hf["type_vocab_size"])
-
-
-def _check_is_encoder(hf: HFConfig) -> None:
-    if (positions := hf.get("position_embedding_type", "absolute")) != "absolute":
-        raise ModelError(f"config.json has position_embedding_type {positions!r}; only absolute is supported")
-    for name in ("is_decoder", "add_cross_attention"):
-        if hf.get(name):
-            raise ModelError(f"config.json has {name} true; only encoders by themselves are supported")
 
 
 def _roberta(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -115,9 +106,6 @@ def _modernbert_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, RopeConf
 
 
 def _nomic(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    for name, usual in _NOMIC_USUAL.items():
-        if hf.get(name, usual) != usual:
-            raise ModelError(f"config.json has {name} {hf[name]!r:.100}; only {usual!r} is supported")
     config = two_sided(base).changed(SubLayerConfig, pre_norm=False, norms_stream=True)
     return replace(
         config,
@@ -127,22 +115,6 @@ def _nomic(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         token_types=hf["type_vocab_size"],
         ignored_prefixes=_IGNORED,
     )
-
-
-def _bert_head(hf: HFConfig, base: ModelConfig, num_labels: int) -> tuple[PoolingType, tuple[RowLayer, ...]]:
-    return "cls", two_layers(base, "pooler.dense", "classifier", num_labels, activation="tanh")
-
-
-def _roberta_head(
-    hf: HFConfig, base: ModelConfig, num_labels: int
-) -> tuple[PoolingType, tuple[RowLayer, ...]]:
-    return "cls", two_layers(base, "classifier.dense", "classifier.out_proj", num_labels, activation="tanh")
-
-
-def _distilbert_head(
-    hf: HFConfig, base: ModelConfig, num_labels: int
-) -> tuple[PoolingType, tuple[RowLayer, ...]]:
-    return "cls", two_layers(base, "pre_classifier", "classifier", num_labels, activation="relu")
 
 
 def _modernbert_head(
@@ -166,7 +138,12 @@ def _modernbert_head(
     return pooling, layers
 
 
-_NOMIC_USUAL: dict[str, Any] = {
+_FIXED_OF_BERT = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
+_FIXED_OF_NOMIC: dict[str, Any] = {
     "activation_function": "swiglu",
     "causal": False,
     "parallel_block": False,
@@ -196,8 +173,9 @@ _ROBERTA = Family(
         "RobertaForSequenceClassification",
         "RobertaForTokenClassification",
     ),
-    head=_roberta_head,
+    head=dense_head("classifier.dense", "classifier.out_proj", "tanh"),
     norm_eps="layer_norm_eps",
+    fixed=_FIXED_OF_BERT,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -211,8 +189,9 @@ FAMILIES: dict[str, Family] = {
             "BertForSequenceClassification",
             "BertForTokenClassification",
         ),
-        head=_bert_head,
+        head=dense_head("pooler.dense", "classifier", "tanh"),
         norm_eps="layer_norm_eps",
+        fixed=_FIXED_OF_BERT,
     ),
     "roberta": _ROBERTA,
     "xlm-roberta": replace(
@@ -283,6 +262,7 @@ FAMILIES: dict[str, Family] = {
         },
         {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0},
         architectures=("NomicBertModel",),
+        fixed=_FIXED_OF_NOMIC,
         norm_eps="layer_norm_eps",
         aliases={
             "n_embd": "hidden_size",
@@ -315,7 +295,7 @@ FAMILIES: dict[str, Family] = {
             "DistilBertForSequenceClassification",
             "DistilBertForTokenClassification",
         ),
-        head=_distilbert_head,
+        head=dense_head("pre_classifier", "classifier", "relu"),
         activation="activation",
         norm_eps="layer_norm_eps",
         aliases={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelError, nearest_name
@@ -13,6 +14,8 @@ from quire.pooling_params import PoolingParams, PoolingType
 if TYPE_CHECKING:
     from quire.models.families.family import Family
 
+Head = Callable[[HFConfig, ModelConfig, int], tuple[PoolingType, tuple[RowLayer, ...]]]
+"""Returns, for a number of labels, the pooling and the layers that make scores of them."""
 ENDINGS = ("ForSequenceClassification", "ForTokenClassification")
 MAX_LABELS = 4096
 MAX_TOKEN_LABELS = 256  # of models that score those of each token
@@ -94,6 +97,14 @@ def label_activation(named: object, file: object = "config.json") -> str:
 def one_matrix(hf: HFConfig, base: ModelConfig, num_labels: int) -> tuple[PoolingType, tuple[RowLayer, ...]]:
     """Return the head of decoders, which reads the last token."""
     return "last", (RowLayer(name="score", inputs=base.hidden_size, outputs=num_labels),)
+
+
+def dense_head(first: str, last: str, activation: str) -> Head:
+    """Return the head of encoders, which reads the first token; `activation` is behind the first layer."""
+    return lambda hf, base, num_labels: (
+        "cls",
+        two_layers(base, first, last, num_labels, activation=activation),
+    )
 
 
 def two_layers(

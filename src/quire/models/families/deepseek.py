@@ -12,13 +12,16 @@ from quire.models.config import ModelConfig, RopeConfig
 from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, warn_once
 from quire.models.families.family import (
     NAMES,
+    NUMBERED_EXPERT_NAMES,
+    ROUTED_DEFAULTS,
     Family,
+    check_fixed,
     read_delta_net,
     sparse_layers,
     with_corrected_experts,
+    with_mixers,
     with_routed_experts,
 )
-from quire.models.layer import LayerConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.latent_attention import LatentAttentionConfig
 from quire.models.ropes import HFConfig, read_rope, read_score_factor
@@ -31,13 +34,7 @@ def _rope(hf: HFConfig, head_dim: int) -> tuple[RopeConfig]:
 def _with_latents(hf: HFConfig, base: ModelConfig, *, is_interleaved: bool) -> ModelConfig:
     """Give every layer latent attention in place of attention with heads of keys and values."""
     heads = hf["num_attention_heads"]
-    if hf.get("num_key_value_heads", heads) != heads:
-        raise ModelError(
-            f"config.json has num_key_value_heads {hf['num_key_value_heads']}; latent attention has as many "
-            f"as num_attention_heads, {heads}"
-        )
-    if hf.get("attention_bias"):
-        raise ModelError("config.json has attention_bias true, which is not supported in latent attention")
+    check_fixed(hf, {"num_key_value_heads": heads})
     if base.num_layers * heads > MAX_LAYERS_TIMES_EXPERTS:
         raise ModelError(
             f"{base.num_layers} layers of {heads} heads with latents exceed the limit of "
@@ -57,30 +54,16 @@ def _with_latents(hf: HFConfig, base: ModelConfig, *, is_interleaved: bool) -> M
         v_head_dim=hf.get("v_head_dim") or hf["hidden_size"] // heads,
         is_interleaved=is_interleaved,
     )
-    layers = (LayerConfig((attention, *layer.parts[1:])) for layer in base.layers)
-    return replace(base, layers=tuple(layers))
-
-
-def _check_scoring(hf: HFConfig, scoring: str) -> None:
-    if hf.get("scoring_func", scoring) != scoring or hf.get("moe_layer_freq", 1) != 1:
-        raise ModelError(
-            f"config.json has scoring_func {hf.get('scoring_func')!r} and moe_layer_freq "
-            f"{hf.get('moe_layer_freq')}; this architecture has {scoring!r} and 1"
-        )
+    return with_mixers(base, attention, [True] * base.num_layers)
 
 
 def _deepseek2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf.get("norm_topk_prob"):
-        raise ModelError("config.json has norm_topk_prob true, which DeepSeek V2 in transformers ignores")
-    if hf.get("mlp_bias"):
-        raise ModelError("config.json has mlp_bias true, which is not supported in DeepSeek V2")
     method = hf["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"config.json has topk_method {method!r:.100}; known: greedy, group_limited_greedy")
     groups = {"num_groups": hf["n_group"], "groups_per_token": hf["topk_group"]} if method != "greedy" else {}
     has_experts = [layer >= hf["first_k_dense_replace"] for layer in range(base.num_layers)]
     config = _with_latents(hf, base, is_interleaved=True)
-    _check_scoring(hf, "softmax")
     return with_routed_experts(hf, config, has_experts, **groups)
 
 
@@ -96,14 +79,11 @@ def _glm4_lite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _like_deepseek3(hf: HFConfig, base: ModelConfig, has_experts: list[bool]) -> ModelConfig:
     config = _with_latents(hf, base, is_interleaved=bool(hf.get("rope_interleave", True)))
-    _check_scoring(hf, "sigmoid")
     return with_corrected_experts(hf, config, has_experts)
 
 
 def _kimi_linear(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     """Kimi's delta attention in most layers, and latent attention without rotation in the others."""
-    if not hf.get("mla_use_nope", True):
-        raise ModelError("config.json has mla_use_nope false; Kimi Linear has no rotation")
     published = {_LINEAR_NAMES.get(name, name): value for name, value in hf["linear_attn_config"].items()}
     linear: ChainMap[str, Any] = ChainMap(Entries(published, rules=RULES), hf)  # type: ignore[arg-type]
     heads, head_dim = linear["linear_num_heads"], linear["linear_head_dim"]
@@ -115,11 +95,7 @@ def _kimi_linear(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     types = hf.get("layer_types") or _kimi_layer_types(linear, base.num_layers)
     sparse = sparse_layers(hf, base.num_layers, num_dense=hf["first_k_dense_replace"])
     config = _like_deepseek3(hf, base, sparse).changed(LatentAttentionConfig, rope=None)
-    layers = (
-        layer if kind == "full_attention" else LayerConfig((delta_net, *layer.parts[1:]))
-        for layer, kind in zip(config.layers, types, strict=True)
-    )
-    return replace(config, layers=tuple(layers))
+    return with_mixers(config, delta_net, [kind != "full_attention" for kind in types])
 
 
 def _kimi_layer_types(linear: HFConfig, num_layers: int) -> list[str]:
@@ -149,7 +125,9 @@ _LINEAR_NAMES = {  # entries of `linear_attn_config` by the names that they have
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-_KIMI_NAMES = NAMES | {
+_KIMI_NAMES = {
+    **NAMES,
+    **NUMBERED_EXPERT_NAMES,
     **{f"delta_{name}": f"self_attn.{name}_proj" for name in "qkvb"},
     **{f"delta_{name}_conv": f"self_attn.{name}_conv1d" for name in "qkv"},
     "delta_a": "self_attn.f_a_proj",
@@ -159,11 +137,7 @@ _KIMI_NAMES = NAMES | {
     "delta_parameters": "self_attn",
     "delta_norm": "self_attn.o_norm",
     "delta_out": "self_attn.o_proj",
-    "router": "block_sparse_moe.gate",
     "router_correction": "block_sparse_moe.gate.e_score_correction_bias",
-    "expert_gate": "block_sparse_moe.experts.{}.w1",
-    "expert_up": "block_sparse_moe.experts.{}.w3",
-    "expert_down": "block_sparse_moe.experts.{}.w2",
     **{f"shared_{name}": f"block_sparse_moe.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
 _KIMI_ALIASES = {
@@ -175,11 +149,16 @@ _KIMI_ALIASES = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-_LATENT_DEFAULTS: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "norm_topk_prob": True,
+_FIXED = {"attention_bias": False}
+_FIXED_OF_V2 = _FIXED | {
+    "scoring_func": "softmax",
+    "moe_layer_freq": 1,
+    "mlp_bias": False,
+    "norm_topk_prob": False,  # transformers does not normalize, whatever it says
 }
+_FIXED_OF_V3 = _FIXED | {"scoring_func": "sigmoid", "moe_layer_freq": 1}
+_LATENT_DEFAULTS: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_V3_DEFAULTS = _LATENT_DEFAULTS | ROUTED_DEFAULTS
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
@@ -199,20 +178,19 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 0,
         },
         ropes=_rope,
+        fixed=_FIXED_OF_V2,
         architectures=("DeepseekV2ForCausalLM",),
     ),
     "deepseek_v3": Family(
         _deepseek3,
         NAMES,
-        _LATENT_DEFAULTS
+        _V3_DEFAULTS
         | {
             "q_lora_rank": 1536,
             "qk_nope_head_dim": 128,
             "v_head_dim": 128,
             "n_routed_experts": 256,
-            "n_shared_experts": 1,
             "moe_intermediate_size": 2048,
-            "num_experts_per_tok": 8,
             "n_group": 8,
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
@@ -220,26 +198,25 @@ FAMILIES: dict[str, Family] = {
             "num_mtp_layers": 1,
         },
         ropes=_rope,
+        fixed=_FIXED_OF_V3,
         architectures=("DeepseekV3ForCausalLM",),
     ),
     "glm4_moe_lite": Family(
         _glm4_lite,
         NAMES,
-        _LATENT_DEFAULTS
+        _V3_DEFAULTS
         | {
             "q_lora_rank": 768,
             "qk_nope_head_dim": 192,
             "v_head_dim": 256,
             "n_routed_experts": 64,
-            "n_shared_experts": 1,
             "moe_intermediate_size": 1536,
             "num_experts_per_tok": 4,
-            "n_group": 1,
-            "topk_group": 1,
             "routed_scaling_factor": 1.8,
             "rms_norm_eps": 1e-5,
         },
         ropes=_rope,
+        fixed=_FIXED_OF_V3,
         architectures=("Glm4MoeLiteForCausalLM",),
     ),
     "minicpm3": Family(
@@ -257,21 +234,18 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
         ropes=_rope,
+        fixed=_FIXED,
         architectures=("MiniCPM3ForCausalLM",),
     ),
     "kimi_linear": Family(
         _kimi_linear,
         _KIMI_NAMES,
-        _LATENT_DEFAULTS
+        _V3_DEFAULTS
         | {
             "qk_nope_head_dim": 128,
             "v_head_dim": 128,
             "n_routed_experts": 256,
-            "n_shared_experts": 1,
             "moe_intermediate_size": 1024,
-            "num_experts_per_tok": 8,
-            "n_group": 1,
-            "topk_group": 1,
             "routed_scaling_factor": 2.446,
             "first_k_dense_replace": 1,
             "rms_norm_eps": 1e-5,
@@ -281,6 +255,7 @@ FAMILIES: dict[str, Family] = {
             "linear_conv_kernel_dim": 4,
         },
         ropes=_rope,
+        fixed=_FIXED_OF_V3 | {"mla_use_nope": True},
         aliases=_KIMI_ALIASES,
         architectures=("KimiLinearForCausalLM",),
         layer_types=("full_attention", "linear_attention"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from dataclasses import replace
 
-from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import (
     FOUR_NORM_NAMES,
@@ -74,8 +73,6 @@ def _hunyuan_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
 
 
 def _stablelm(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf.get("qk_layernorm"):
-        raise ModelError("config.json has qk_layernorm; norms of each head are not supported in StableLM")
     config = base.changed(AttentionConfig, qkv_bias=bool(hf.get("use_qkv_bias", False)))
     config = with_parallel_blocks(config) if hf.get("use_parallel_residual") else config
     return replace(config, norm_kind="layer")
@@ -137,6 +134,7 @@ FAMILIES: dict[str, Family] = {
         NAMES,
         {"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
         architectures=("StableLmForCausalLM",),
+        fixed={"qk_layernorm": False},
         norm_eps="layer_norm_eps",
         ropes=partial_ropes,
     ),

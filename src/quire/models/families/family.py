@@ -7,13 +7,13 @@ by layer type where there are two).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.errors import ModelError, nearest_name
-from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig, RowLayer
-from quire.models.families.classification import one_matrix
+from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig
+from quire.models.families.classification import Head, one_matrix
 from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.delta_net import DeltaNetConfig
@@ -21,7 +21,7 @@ from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.two_sided_attention import TwoSidedAttentionConfig
 from quire.models.ropes import HFConfig, read_rope
-from quire.pooling_params import PoolingParams, PoolingType
+from quire.pooling_params import PoolingParams
 
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -36,6 +36,21 @@ FOUR_NORM_NAMES = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+NUMBERED_EXPERT_NAMES = {
+    "router": "block_sparse_moe.gate",
+    "expert_gate": "block_sparse_moe.experts.{}.w1",
+    "expert_up": "block_sparse_moe.experts.{}.w3",
+    "expert_down": "block_sparse_moe.experts.{}.w2",
+}
+ROUTED_DEFAULTS: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+"""Of most families with experts as `with_corrected_experts` gives them."""
 MEAN_POOLING = PoolingParams(pooling_type="mean", normalize=False)
 """Of models that do not generate, where nothing else is published; as in sentence-transformers."""
 
@@ -81,7 +96,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     may_look_ahead: bool = False
-    head: Callable[[HFConfig, ModelConfig, int], tuple[PoolingType, tuple[RowLayer, ...]]] = one_matrix
+    head: Head = one_matrix
 
     def usual_entries(self, values: HFConfig) -> HFConfig:
         """Return a config's entries by their usual names; those by an alias come first."""
@@ -193,6 +208,15 @@ def with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 def all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     """Mistral, Mixtral and Phi-3: every layer has the window, if there is one."""
     return base.changed(AttentionConfig, window=hf.get("sliding_window", 0))
+
+
+def with_mixers(base: ModelConfig, mixer: SubLayerConfig, has_mixer: Iterable[bool]) -> ModelConfig:
+    """Give some layers, as `has_mixer` says of each, a sub-layer in place of attention."""
+    layers = (
+        LayerConfig((mixer, *layer.parts[1:])) if has else layer
+        for layer, has in zip(base.layers, has_mixer, strict=True)
+    )
+    return replace(base, layers=tuple(layers))
 
 
 def with_parallel_blocks(base: ModelConfig) -> ModelConfig:

@@ -43,8 +43,6 @@ _GPT2_DEFAULTS: dict[str, Any] = {
 
 
 def _gpt2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf.get("add_cross_attention"):
-        raise ModelError("config.json has add_cross_attention true; attention to an encoder is not supported")
     head_dim = base.kv_specs[0].key_head_dim
     scale = head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
     by_layer = bool(hf.get("scale_attn_by_inverse_layer_idx"))
@@ -119,10 +117,6 @@ _FALCON_DEFAULTS: Mapping[str, Any] = {
 
 
 def _falcon(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf.get("alibi"):
-        raise ModelError(
-            "config.json has alibi true; attention with linear biases is not supported in Falcon"
-        )
     heads, is_new = hf["num_attention_heads"], bool(hf.get("new_decoder_architecture"))
     shared = 1 if hf.get("multi_query", True) else heads
     kv_heads = hf.get("num_kv_heads", heads)
@@ -154,6 +148,7 @@ _FALCON = Family(
     _FALCON_NAMES,
     _FALCON_DEFAULTS,
     architectures=("FalconForCausalLM",),
+    fixed={"alibi": False},
     activation="activation",
     norm_eps="layer_norm_epsilon",
     aliases=_FALCON_ALIASES,
@@ -167,6 +162,7 @@ FAMILIES: dict[str, Family] = {
         _GPT2_NAMES,
         _GPT2_DEFAULTS | {"activation_function": "gelu_new"},
         architectures=("GPT2LMHeadModel",),
+        fixed={"add_cross_attention": False},
         activation="activation_function",
         norm_eps="layer_norm_epsilon",
         aliases=_GPT2_ALIASES,
@@ -177,6 +173,7 @@ FAMILIES: dict[str, Family] = {
         _GPT2_NAMES,
         _GPT2_DEFAULTS | {"activation_function": "gelu_pytorch_tanh"},
         architectures=("GPTBigCodeForCausalLM",),
+        fixed={"add_cross_attention": False},
         activation="activation_function",
         norm_eps="layer_norm_epsilon",
         aliases=_GPT2_ALIASES,

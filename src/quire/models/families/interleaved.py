@@ -9,6 +9,7 @@ from quire.errors import ModelError
 from quire.models.config import ModelConfig
 from quire.models.families.family import (
     NAMES,
+    ROUTED_DEFAULTS,
     Family,
     layer_windows,
     with_attention_biases,
@@ -29,8 +30,6 @@ _COHERE_DEFAULTS: dict[str, Any] = {
 
 
 def _cohere(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf.get("use_qk_norm"):
-        raise ModelError("config.json has use_qk_norm; norms of queries and keys are not supported in Cohere")
     parallel = with_parallel_blocks(with_attention_biases(hf, base))
     config = parallel.changed(AttentionConfig, is_interleaved=True)
     return replace(config, norm_kind="layer_without_bias", logits_divisor=1 / hf["logit_scale"])
@@ -113,6 +112,7 @@ FAMILIES: dict[str, Family] = {
         NAMES,
         _COHERE_DEFAULTS | {"rope_theta": 5e5},
         architectures=("CohereForCausalLM",),
+        fixed={"use_qk_norm": False},
         norm_eps="layer_norm_eps",
     ),
     "cohere2": Family(
@@ -120,6 +120,7 @@ FAMILIES: dict[str, Family] = {
         NAMES,
         _COHERE_DEFAULTS | {"sliding_window": 4096},
         architectures=("Cohere2ForCausalLM",),
+        fixed={"use_qk_norm": False},
         norm_eps="layer_norm_eps",
     ),
     "ernie4_5": Family(
@@ -152,7 +153,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         _glm4_moe,
         NAMES,
-        {
+        ROUTED_DEFAULTS
+        | {
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
@@ -160,12 +162,6 @@ FAMILIES: dict[str, Family] = {
             "n_routed_experts": 128,
             "moe_intermediate_size": 1408,
             "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.0,
         },
         architectures=("Glm4MoeForCausalLM",),
         ropes=partial_ropes,

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.models.config import ModelConfig
-from quire.models.families.family import NAMES, Family, with_experts
-from quire.models.layer import LayerConfig
+from quire.models.families.family import NAMES, Family, with_experts, with_mixers
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.short_conv import ShortConvConfig
@@ -58,15 +57,11 @@ def _with_convolutions(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     types = hf.get("layer_types")
     if types is not None:
         attending = {layer for layer in layers if types[layer] != "conv"}
-    base = base.changed(AttentionConfig, qk_norm="head")
-    attention, feed_forward = base.layers[0].parts
+    config = base.changed(AttentionConfig, qk_norm="head")
     return replace(
-        base,
+        with_mixers(config, conv, [layer not in attending for layer in layers]),
         norm_eps=hf["norm_eps"],
         tie_word_embeddings=hf.get("tie_embedding", base.tie_word_embeddings),
-        layers=tuple(
-            LayerConfig((attention if layer in attending else conv, feed_forward)) for layer in layers
-        ),
     )
 
 

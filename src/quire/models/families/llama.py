@@ -6,6 +6,7 @@ from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import (
     NAMES,
+    NUMBERED_EXPERT_NAMES,
     Family,
     all_sliding,
     layer_windows,
@@ -15,13 +16,6 @@ from quire.models.families.family import (
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, read_rope_of_scaled_queries
-
-_MIXTRAL_NAMES = {
-    "router": "block_sparse_moe.gate",
-    "expert_gate": "block_sparse_moe.experts.{}.w1",
-    "expert_up": "block_sparse_moe.experts.{}.w3",
-    "expert_down": "block_sparse_moe.experts.{}.w2",
-}
 
 
 def llama(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -40,9 +34,14 @@ def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
-def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+def _rotated_layers(hf: HFConfig, num_layers: int) -> list[bool]:
+    """Return which layers have rotary embedding: `no_rope_layers` says it with 1, despite its name."""
     interval = hf.get("no_rope_layer_interval", 4)
-    has_rope = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(base.num_layers)]
+    return hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
+
+
+def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    has_rope = _rotated_layers(hf, base.num_layers)
     is_windowed = bool(hf.get("use_sliding_window", False))
     [rope] = base.ropes
     return llama(hf, base).changed(
@@ -53,10 +52,6 @@ def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _llama4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf["num_experts_per_tok"] != 1:
-        raise ModelError(
-            f"config.json has num_experts_per_tok {hf['num_experts_per_tok']}; Llama 4 chooses 1"
-        )
     step, moe_layers = hf["interleave_moe_layer_step"], hf.get("moe_layers")
     with_ones = range(step - 1, base.num_layers, step) if moe_layers is None else moe_layers
     config = with_attention_biases(hf, _llama4_attention(hf, base))
@@ -74,8 +69,7 @@ def _llama4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _llama4_attention(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     """Layers that are rotated attend in chunks; in the others, queries may grow with their position."""
-    [rope], layers, interval = base.ropes, range(base.num_layers), hf["no_rope_layer_interval"]
-    is_rotated = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]
+    [rope], layers, is_rotated = base.ropes, range(base.num_layers), _rotated_layers(hf, base.num_layers)
     types = hf.get("layer_types") or ["chunked_attention" if is_rotated[layer] else "" for layer in layers]
     chunk, has_norms = hf.get("attention_chunk_size", 0), hf["use_qk_norm"]
     windows = [chunk if types[layer] == "chunked_attention" else 0 for layer in layers]
@@ -125,15 +119,14 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 5e5,
             "intermediate_size_mlp": 16384,
             "num_local_experts": 16,
-            "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 1,
-            "no_rope_layer_interval": 4,
             "attention_chunk_size": 8192,
             "use_qk_norm": True,
             "attn_temperature_tuning": True,
             "floor_scale": 8192,
             "attn_scale": 0.1,
         },
+        fixed={"num_experts_per_tok": 1},
         model_type="llama4_text",
         layer_types=("full_attention", "chunked_attention"),
         architectures=("Llama4ForCausalLM",),
@@ -171,7 +164,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         _mixtral,
-        NAMES | _MIXTRAL_NAMES,
+        NAMES | NUMBERED_EXPERT_NAMES,
         {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
         architectures=("MixtralForCausalLM",),
     ),

@@ -10,7 +10,14 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
-from quire.models.families.family import NAMES, Family, check_fixed, four_times_as_wide, with_experts
+from quire.models.families.family import (
+    NAMES,
+    Family,
+    check_fixed,
+    four_times_as_wide,
+    with_experts,
+    with_mixers,
+)
 from quire.models.families.llama import llama
 from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
@@ -85,11 +92,7 @@ def mamba_layers(hf: HFConfig, base: ModelConfig, is_mamba: list[bool]) -> Model
     size = hf["mamba_expand"] * base.hidden_size
     mamba = read_mamba(hf, size)
     _check_activation(base)
-    layers = (
-        LayerConfig((mamba, *layer.parts[1:])) if has else layer
-        for layer, has in zip(base.layers, is_mamba, strict=True)
-    )
-    return replace(base, layers=tuple(layers))
+    return with_mixers(base, mamba, is_mamba)
 
 
 def read_mamba(hf: HFConfig, size: int) -> MambaConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from dataclasses import replace
 
-from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import (
     FOUR_NORM_NAMES,
@@ -33,8 +32,6 @@ def _olmo3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _olmoe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf.get("clip_qkv") is not None:
-        raise ModelError(f"config.json has clip_qkv {hf['clip_qkv']}; clipping is not supported")
     return with_experts(
         with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="full"),
         [True] * base.num_layers,
@@ -83,7 +80,13 @@ def _olmo_hybrid(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 FAMILIES: dict[str, Family] = {
-    "olmoe": Family(_olmoe, NAMES, {"rms_norm_eps": 1e-5}, architectures=("OlmoeForCausalLM",)),
+    "olmoe": Family(
+        _olmoe,
+        NAMES,
+        {"rms_norm_eps": 1e-5},
+        architectures=("OlmoeForCausalLM",),
+        fixed={"clip_qkv": None},
+    ),
     "olmo2": Family(
         _olmo2, NAMES | FOUR_NORM_NAMES, {"rms_norm_eps": 1e-5}, architectures=("Olmo2ForCausalLM",)
     ),

@@ -9,6 +9,7 @@ from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import (
     NAMES,
+    NUMBERED_EXPERT_NAMES,
     Family,
     all_sliding,
     with_attention_biases,
@@ -26,33 +27,20 @@ _PHI_NAMES = NAMES | {
     "down": "mlp.fc2",
 }
 _PHI3_NAMES = NAMES | {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
-_PHIMOE_NAMES = NAMES | {
-    "router": "block_sparse_moe.gate",
-    "expert_gate": "block_sparse_moe.experts.{}.w1",
-    "expert_up": "block_sparse_moe.experts.{}.w3",
-    "expert_down": "block_sparse_moe.experts.{}.w2",
-}
 
 
 def _phi(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    if hf.get("qk_layernorm"):
-        raise ModelError("config.json has qk_layernorm; norms of queries and keys are not supported in Phi")
     biased = base.changed(AttentionConfig, qkv_bias=True, output_bias=True)
     parallel = with_parallel_blocks(biased.changed(FeedForwardConfig, gated=False, bias=True))
     return replace(parallel, norm_kind="layer", output_bias=True)
 
 
 def _phimoe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    experts_per_token = hf.get("num_experts_per_tok", 2)
-    if experts_per_token != 2:
-        raise ModelError(
-            f"config.json has num_experts_per_tok {experts_per_token}; this architecture chooses 2"
-        )
     config = with_experts(
         all_sliding(hf, with_attention_biases(hf, base)),
         [True] * base.num_layers,
         num_experts=hf["num_local_experts"],
-        experts_per_token=experts_per_token,
+        experts_per_token=2,
         inner_size=hf["intermediate_size"],
         scoring="sparsemixer",
         jitter=float(hf["router_jitter_noise"]),
@@ -77,6 +65,7 @@ FAMILIES: dict[str, Family] = {
         _PHI_NAMES,
         {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
         architectures=("PhiForCausalLM",),
+        fixed={"qk_layernorm": False},
         norm_eps="layer_norm_eps",
         ropes=partial_ropes,
     ),
@@ -89,9 +78,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "phimoe": Family(
         _phimoe,
-        _PHIMOE_NAMES,
+        NAMES | NUMBERED_EXPERT_NAMES,
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_jitter_noise": 0.01},
         architectures=("PhimoeForCausalLM",),
+        fixed={"num_experts_per_tok": 2},
         ropes=_phimoe_ropes,
     ),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import ModelError
 from quire.models.config import ModelConfig
 from quire.models.config_entries import SPLIT_PROJECTIONS
 from quire.models.families.family import (
@@ -15,8 +14,8 @@ from quire.models.families.family import (
     read_delta_net,
     with_attention_biases,
     with_experts,
+    with_mixers,
 )
-from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.ropes import HFConfig, partial_ropes
 
@@ -55,19 +54,12 @@ def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     delta_net = read_delta_net(hf)
-    if not hf.get("attn_output_gate", True):
-        raise ModelError("config.json says attn_output_gate false; attention without gates is not supported")
     interval = hf.get("full_attention_interval", 4)
     layers = range(base.num_layers)
     types = hf.get("layer_types")
     is_full = [(i + 1) % interval == 0 if types is None else types[i] == "full_attention" for i in layers]
     gated = with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", is_gated=True)
-    attention, feed_forward = gated.layers[0].parts
-    return replace(
-        gated,
-        norm_offset=1.0,
-        layers=tuple(LayerConfig((attention if full else delta_net, feed_forward)) for full in is_full),
-    )
+    return replace(with_mixers(gated, delta_net, [not full for full in is_full]), norm_offset=1.0)
 
 
 def _qwen2_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -130,6 +122,7 @@ _QWEN3_5 = Family(
     NAMES,
     _QWEN3_5_DEFAULTS,
     architectures=("Qwen3_5ForCausalLM",),
+    fixed={"attn_output_gate": True},
     model_type="qwen3_5_text",
     layer_types=("full_attention", "linear_attention"),
     ropes=partial_ropes,
