@@ -20,7 +20,9 @@ from quire.models.checkpoints.weight_cache import WeightCache
 from quire.models.config import ModelConfig
 from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.delta_net import DeltaNetConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.layers.mamba import MambaConfig
 from quire.models.parallel import row_sums
 from quire.models.shard import Shard, check_divisible
 from quire.models.weights import count_parameters, weight_bytes, weight_specs
@@ -41,6 +43,9 @@ VARIANTS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("olmo2-groups-cut", "olmo2", 2, SIX_HEADS),
     ("mixtral-4", "mixtral", 4, {"num_key_value_heads": 4}),
     ("phi3-shared-kv-heads", "phi3", 4, {}),
+    ("bamba-group-cut", "bamba", 4, {}),
+    ("nemotron-groups-cut", "nemotron_h", 3, {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    ("qwen3_next-groups-cut", "qwen3_next", 3, {"num_attention_heads": 6, "num_key_value_heads": 3}),
 ]
 
 
@@ -99,6 +104,8 @@ def _equal(some: list[Generated], others: list[Generated]) -> bool:
         ("olmo2", 2, "bfloat16"),
         ("olmo2", 2, "float32"),
         ("qwen3_moe", 4, "float32"),
+        ("bamba", 4, "bfloat16"),
+        ("kimi_linear", 2, "float32"),
     ],
 )
 def test_bits_do_not_depend_on_company_or_chunks(family: str, size: int, dtype: str, tmp_path: Path) -> None:
@@ -190,8 +197,6 @@ def test_a_rank_holds_its_share_of_the_weights(family: str, tmp_path: Path) -> N
     config = read_model_config(
         make_checkpoint(family, tmp_path, num_attention_heads=4, max_position_embeddings=64)
     )
-    if config.has_states:
-        pytest.skip("recurrent layers are refused beside tensor parallelism")
     whole = weight_bytes(config, "float32", "none", 128)
     parts = [weight_bytes(config, "float32", "none", 128, shard=Shard(rank, 2)) for rank in range(2)]
     held_by_all = sum(
@@ -202,19 +207,27 @@ def test_a_rank_holds_its_share_of_the_weights(family: str, tmp_path: Path) -> N
     )
     vectors_of_layers = config.per_layer_vocab_size * config.per_layer_size * config.num_layers
     assert whole == 4 * (count_parameters(config) - vectors_of_layers)  # which stay in the file
-    assert whole <= sum(parts) <= whole + held_by_all + _shared_kv_bytes(config)
+    assert whole <= sum(parts) <= whole + held_by_all + 4 * _num_shared(config)
     made = 3 * config.per_layer_size * config.hidden_size * config.num_layers  # by matrices to and from them
     assert held_by_all < whole / 20 + 4 * (vectors_of_layers + made)
 
 
-def _shared_kv_bytes(config: ModelConfig) -> int:
+def _num_shared(config: ModelConfig) -> int:
+    """Return the weights that the second rank has, too: of keys and values, and of latents."""
+
+    def rows(num_heads: int, num_kv_heads: int, size: int) -> int:
+        held = sum(len(Shard(rank, 2).kv_heads(num_heads, num_kv_heads)) for rank in range(2))
+        return 2 * (held - num_kv_heads) * size
+
     total = 0
-    for layer in config.layers:
-        attention = layer.parts[0]
-        counts = attention.num_heads, attention.num_kv_heads
-        held = sum(len(Shard(rank, 2).kv_heads(*counts)) for rank in range(2))
-        rows = 2 * (held - attention.num_kv_heads) * attention.head_dim
-        total += rows * (config.hidden_size + 1) * 4 * (layer.kv is not None)
+    for part in config.parts:
+        if isinstance(part, MambaConfig):
+            shared = rows(part.num_heads, part.num_groups, part.state_size)
+            total += shared * (config.hidden_size + 1 + part.num_taps + 1)
+        elif isinstance(part, DeltaNetConfig):
+            total += 2 * part.gate_rank * config.hidden_size
+        elif isinstance(part, AttentionConfig) and part.kv is not None:
+            total += rows(part.num_heads, part.num_kv_heads, part.head_dim) * (config.hidden_size + 1)
     return total
 
 

@@ -525,7 +525,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "num_hidden_layers": 3,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_heads": 3,
+            "linear_num_heads": 4,
             "linear_head_dim": 20,
         },
     ),

@@ -6,6 +6,7 @@ Nothing here, nor where a sub-layer is described, needs torch: only what a check
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
@@ -30,6 +31,17 @@ _FLOAT32_BYTES = 4
 
 Section = tuple[int, tuple[range, ...]]
 """Length of a part of a tensor along an axis, and what of it a rank holds."""
+
+
+def joined_section(sections: Sequence[Section]) -> Section:
+    """Return sections, one after the other, as one."""
+    starts = itertools.accumulate((length for length, _ in sections), initial=0)
+    ranges = tuple(
+        range(start + held.start, start + held.stop, held.step)
+        for start, (_, parts) in zip(starts, sections, strict=False)
+        for held in parts
+    )
+    return sum(length for length, _ in sections), ranges
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -210,3 +210,43 @@ class FullWidthNormLinear(Linear):
         for index, (states, norm) in enumerate(zip((query, key), self._norms, strict=True)):
             states.copy_(states.float() * inverse[:, index, None] * norm)
         return qkv
+
+
+class DividedNorm:
+    """An RMS norm of each group of features, of which ranks have parts; it takes the place of the rows.
+
+    Args:
+        weight: [features] float32, of this rank's features.
+        groups: those that runs of equally many of these are of, in order.
+        parallel: the ranks.
+        num_groups: of all ranks.
+        size: features of a group.
+        eps: added to the mean square.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        groups: Sequence[int],
+        parallel: TensorParallel,
+        *,
+        num_groups: int,
+        size: int,
+        eps: float,
+    ) -> None:
+        self._weights = weight.chunk(len(groups))
+        self._groups = groups
+        self._parallel = parallel
+        self._num_groups = num_groups
+        self._size = size
+        self._eps = eps
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        """Normalize rows [T, features]."""
+        runs = list(zip(rows.chunk(len(self._groups), dim=1), self._weights, self._groups, strict=True))
+        squares = rows.new_zeros(len(rows), self._num_groups, dtype=torch.float32)
+        for part, _, group in runs:
+            squares[:, group] += row_sums(part.float().square())
+        inverse = (self._parallel.sum(squares) / self._size + self._eps).rsqrt()
+        for part, weight, group in runs:
+            part.copy_(part.float() * inverse[:, group, None] * weight)

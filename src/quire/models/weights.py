@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from quire.kernels.bounds import kernel_group
 from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
-from quire.models.layer import LayerWeight
+from quire.models.layer import LayerWeight, joined_section
 from quire.models.layers import per_layer
 from quire.models.shard import WHOLE, Shard
 
@@ -274,14 +274,7 @@ def _spec(
     if sections and (shard.size > 1 or not all(_is_in_order(*section) for section in sections)):
         parts = [sections[number % len(sections)][1] for number in range(len(sources))]
         if len(sources) == 1:
-            starts = itertools.accumulate((length for length, _ in sections), initial=0)
-            parts = [
-                tuple(
-                    range(start + part.start, start + part.stop, part.step)
-                    for start, (_, ranges) in zip(starts, sections, strict=False)
-                    for part in ranges
-                )
-            ]
+            parts = [joined_section(sections)[1]]
         sources = tuple(
             dataclasses.replace(source, axis=weight.axis, ranges=ranges)
             for source, ranges in zip(sources, parts, strict=True)

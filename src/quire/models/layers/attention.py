@@ -161,12 +161,7 @@ class AttentionConfig(SubLayerConfig):
                 f"EngineConfig.tensor_parallel_size is {size}; a layer that reads another one's KV and "
                 "normalizes all of its queries together cannot be divided: set it to 1"
             )
-        if self.num_heads % size:
-            possible = [str(n) for n in range(1, self.num_heads + 1) if not self.num_heads % n]
-            raise ConfigError(
-                f"EngineConfig.tensor_parallel_size is {size}, which does not divide the {self.num_heads} "
-                f"query heads of this model; set it to {', '.join(possible)}"
-            )
+        check_heads_divisible(self.num_heads, size, "query heads")
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
@@ -211,6 +206,21 @@ def head_section(total: int, size: int, held: Sequence[int], pairs: int = 0) -> 
         end = start + 2 * pairs
         ranges += [range(start, end, 2), range(start + 1, end, 2), range(end, start + size)]
     return total * size, tuple(each for each in ranges if each)
+
+
+def whole_section(size: int) -> Section:
+    """Return a section of which every rank has all."""
+    return size, (range(size),)
+
+
+def check_heads_divisible(num_heads: int, size: int, kind: str) -> None:
+    """Raise `ConfigError` with possible sizes if heads of a kind cannot be divided among `size` ranks."""
+    if num_heads % size:
+        possible = [str(n) for n in range(1, num_heads + 1) if not num_heads % n]
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {size}, which does not divide the {num_heads} {kind} of "
+            f"this model; set it to {', '.join(possible)}"
+        )
 
 
 class Attention(SubLayer):

@@ -6,14 +6,22 @@ In Kimi's delta attention (Kimi Team 2025, Kimi Linear), each feature of a key f
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
-from quire.models.layer import LayerLoader, LayerWeight, Section, Step, StepSizes, SubLayer
+from quire.models.layer import (
+    LayerLoader,
+    LayerWeight,
+    Section,
+    Step,
+    StepSizes,
+    SubLayer,
+    joined_section,
+)
+from quire.models.layers.attention import check_heads_divisible, head_section, whole_section
 from quire.models.layers.recurrence import RecurrentConfig, conv_taps
 from quire.models.shard import Shard
 
@@ -83,59 +91,86 @@ class DeltaNetConfig(RecurrentConfig):
 
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
-        yield from self._projections(hidden_size, names)
-        heads, value_size = self.num_value_heads, self.value_size
-        num_times = heads * self.times_per_head
-        by_part = self._sizes_by_part if "delta_q" in names else {"delta": self.conv_size}
-        taps = ((f"{name}_conv.weight", (size, 1, self.num_taps)) for name, size in by_part.items())
-        yield LayerWeight("delta_conv", tuple(taps))
-        decays = (1, 1, heads, 1) if self.gate_rank else (heads,)
-        yield LayerWeight("delta_decay", (("delta_parameters.A_log", decays),))
-        yield LayerWeight("delta_time_bias", (("delta_parameters.dt_bias", (num_times,)),))
+        yield from self._projections(hidden_size, names, shard)
+        sections = self._sections(shard)
+        by_part = sections if "delta_q" in names else {"delta": joined_section(tuple(sections.values()))}
+        taps = tuple((f"{name}_conv.weight", (size, 1, self.num_taps)) for name, (size, _) in by_part.items())
+        yield LayerWeight("delta_conv", taps, sections=tuple(by_part.values()))
+        heads, held = self.num_value_heads, shard.query_heads(self.num_value_heads)
+        head, times = (head_section(heads, size, held) for size in (1, self.times_per_head))
+        decays, axis = ((1, 1, heads, 1), 2) if self.gate_rank else ((heads,), 0)
+        decay = (("delta_parameters.A_log", decays),)
+        yield LayerWeight("delta_decay", decay, axis=axis, sections=(head,))
+        time_bias = (("delta_parameters.dt_bias", times[:1]),)
+        yield LayerWeight("delta_time_bias", time_bias, sections=(times,))
+        value = sections["delta_v"]
         if self.gate_rank:
-            for field, size in (("delta_times", num_times), ("delta_gate", value_size)):
-                yield LayerWeight(field, ((f"{field}.weight", (size, self.gate_rank)),))
+            for field, section in (("delta_times", times), ("delta_gate", value)):
+                made = ((f"{field}.weight", (section[0], self.gate_rank)),)
+                yield LayerWeight(field, made, sections=(section,))
         yield LayerWeight("delta_norm", (("delta_norm.weight", (self.value_dim,)),))
-        yield LayerWeight("delta_out", (("delta_out.weight", (hidden_size, value_size)),), is_quantized=True)
+        output = (("delta_out.weight", (hidden_size, value[0])),)
+        yield LayerWeight("delta_out", output, axis=1, sections=(value,), is_quantized=True)
 
-    @property
-    def _sizes_by_part(self) -> dict[str, int]:
-        key_size = self.num_key_heads * self.key_dim
-        return {"delta_q": key_size, "delta_k": key_size, "delta_v": self.value_size}
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return dataclasses.replace(
+            self,
+            num_key_heads=len(self._held_keys(shard)),
+            num_value_heads=len(shard.query_heads(self.num_value_heads)),
+        )
 
-    def _projections(self, hidden_size: int, names: Mapping[str, str]) -> Iterator[LayerWeight]:
+    @override
+    def check_divisible(self, size: int) -> None:
+        check_heads_divisible(self.num_value_heads, size, "heads of values")
+
+    def _held_keys(self, shard: Shard) -> tuple[int, ...]:
+        """Return the key heads of a rank: as KV heads, they are those of its value heads."""
+        return shard.kv_heads(self.num_value_heads, self.num_key_heads)
+
+    def _sections(self, shard: Shard) -> dict[str, Section]:
+        """Return what a rank holds of queries, keys and values."""
+        key = head_section(self.num_key_heads, self.key_dim, self._held_keys(shard))
+        values = shard.query_heads(self.num_value_heads)
+        value = head_section(self.num_value_heads, self.value_dim, values)
+        return {"delta_q": key, "delta_k": key, "delta_v": value}
+
+    def _projections(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         """Yield the matrices of what hidden states become: quantized ones, and those of gates."""
-        heads, value_size = self.num_value_heads, self.value_size
-        projections = {"delta_qkv": self.conv_size, "delta_z": value_size}
-        gates = {"delta_b": heads, "delta_a": heads}
-        by_head: dict[str, tuple[Section, ...]] = {}
-        group = heads // self.num_key_heads
+        heads, group = self.num_value_heads, self.num_value_heads // self.num_key_heads
+        keys, values = self._held_keys(shard), shard.query_heads(heads)
+        sections = self._sections(shard)
+        projections = {"delta_qkv": joined_section(tuple(sections.values())), "delta_z": sections["delta_v"]}
+        gates = dict.fromkeys(("delta_b", "delta_a"), head_section(heads, 1, values))
         if "delta_ba" in names:
-            gates = {"delta_ba": 2 * heads}
-            by_head["delta_gates"] = (self._rows_by_key_head(group, group),)
+            gates = {"delta_ba": self._rows_by_key_head(*[(1, group, values)] * 2)}
         if "delta_qkvz" in names:
-            projections, values = {"delta_qkvz": self.conv_size + value_size}, group * self.value_dim
-            by_head["delta_in"] = (self._rows_by_key_head(self.key_dim, self.key_dim, values, values),)
+            of_keys, of_values = (self.key_dim, 1, keys), (self.value_dim, group, values)
+            projections = {"delta_qkvz": self._rows_by_key_head(*[of_keys] * 2, *[of_values] * 2)}
         elif "delta_q" in names:
-            projections = self._sizes_by_part | {"delta_z": value_size}
+            projections = sections | {"delta_z": sections["delta_v"]}
         if self.gate_rank:
             del projections["delta_z"]
-            gates = {"delta_b": heads, "delta_a": self.gate_rank, "delta_z": self.gate_rank}
+            latent = whole_section(self.gate_rank)
+            gates = {"delta_b": gates["delta_b"], "delta_a": latent, "delta_z": latent}
         for field, parts in (("delta_in", projections), ("delta_gates", gates)):
-            sources = tuple((f"{name}.weight", (rows, hidden_size)) for name, rows in parts.items())
-            sections = by_head.get(field, ())
-            yield LayerWeight(field, sources, sections=sections, is_quantized=field == "delta_in")
+            sources = tuple((f"{name}.weight", (rows, hidden_size)) for name, (rows, _) in parts.items())
+            held = tuple(parts.values())
+            yield LayerWeight(field, sources, sections=held, is_quantized=field == "delta_in")
 
-    def _rows_by_key_head(self, *sizes: int) -> Section:
-        """Return where the rows of parts lie, each of which has so many for a key head."""
-        of_head = sum(sizes)
-        starts = itertools.accumulate(sizes, initial=0)
-        ranges = tuple(
-            range(head * of_head + start, head * of_head + start + size)
-            for start, size in zip(starts, sizes, strict=False)
-            for head in range(self.num_key_heads)
-        )
-        return self.num_key_heads * of_head, ranges
+    def _rows_by_key_head(self, *parts: tuple[int, int, Sequence[int]]) -> Section:
+        """Return where rows of parts lie that are together for each key head.
+
+        Args:
+            parts: rows of each head, heads for each key head, and the heads that are held.
+        """
+        of_key, before, ranges = sum(size * count for size, count, _ in parts), 0, []
+        for size, count, held in parts:
+            for head in held:
+                start = head // count * of_key + before + head % count * size
+                ranges.append(range(start, start + size))
+            before += size * count
+        return self.num_key_heads * of_key, tuple(ranges)
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
@@ -156,14 +191,14 @@ class DeltaNetConfig(RecurrentConfig):
 
     @override
     def load(self, loader: LayerLoader) -> DeltaNet:
-        return DeltaNet(self, loader)
+        return DeltaNet(self.on_rank(loader.shard), loader)
 
 
 class DeltaNet(SubLayer):
     """A gated DeltaNet with its weights.
 
     Args:
-        config: its numbers.
+        config: of this rank.
         loader: of the layer.
     """
 
@@ -173,7 +208,7 @@ class DeltaNet(SubLayer):
         super().__init__(config, loader)
         self.project = loader.linear("delta_in")
         self.gates = loader.linear("delta_gates", is_quantized=False)
-        self.output = loader.linear("delta_out")
+        self.output = loader.linear("delta_out", is_summed=True)
         self._taps = conv_taps(loader, "delta_conv")
         self.times = loader.linear("delta_times", is_quantized=False) if config.gate_rank else None
         self.gate = loader.linear("delta_gate", is_quantized=False) if config.gate_rank else None

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from quire.kv.cache.page_layout import KVLayerSpec
-from quire.models.layer import LayerLoader, LayerWeight, Section, Step, SubLayer
-from quire.models.layers.attention import AttentionConfig, head_section
+from quire.models.layer import LayerLoader, LayerWeight, Step, SubLayer
+from quire.models.layers.attention import AttentionConfig, head_section, whole_section
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class LatentAttentionConfig(AttentionConfig):
             head_section(self.num_heads, size, heads) for size in (self.qk_head_dim, self.v_head_dim)
         )
         up = head_section(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, heads)
-        first, name = (_whole(self.q_lora_rank), "q_a") if self.q_lora_rank else (query, "q")
-        latent = _whole(self.head_dim)
+        first, name = (whole_section(self.q_lora_rank), "q_a") if self.q_lora_rank else (query, "q")
+        latent = whole_section(self.head_dim)
         down = ((f"{name}.weight", (first[0], hidden_size)), ("kv_a.weight", (latent[0], hidden_size)))
         yield LayerWeight("latents", down, sections=(first, latent), is_quantized=True)
         if self.q_lora_rank:
@@ -103,10 +103,6 @@ class LatentAttentionConfig(AttentionConfig):
     @override
     def load(self, loader: LayerLoader) -> SubLayer:
         return LatentAttention(self, loader)
-
-
-def _whole(size: int) -> Section:
-    return size, (range(size),)
 
 
 class LatentAttention(SubLayer):

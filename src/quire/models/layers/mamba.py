@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
 from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer
+from quire.models.layers.attention import check_heads_divisible, head_section
 from quire.models.layers.recurrence import RecurrentConfig, conv_taps
 from quire.models.shard import Shard
 
@@ -78,19 +79,45 @@ class MambaConfig(RecurrentConfig):
 
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
-        matrices = {"mamba_in": (self.input_size, hidden_size), "mamba_out": (hidden_size, self.value_size)}
-        for field, shape in matrices.items():
-            yield LayerWeight(field, ((f"{field}.weight", shape),), is_quantized=True)
-        yield LayerWeight("mamba_conv", (("mamba_conv.weight", (self.conv_size, 1, self.num_taps)),))
-        biases = {"mamba_in": self.bias, "mamba_conv": self.conv_bias, "mamba_out": self.output_bias}
-        sizes = self.input_size, self.conv_size, hidden_size
-        for (field, is_there), size in zip(biases.items(), sizes, strict=True):
-            if is_there:
-                yield LayerWeight(f"{field}_bias", ((f"{field}.bias", (size,)),))
+        heads, groups = shard.query_heads(self.num_heads), self.held_groups(shard)
+        value, head = (head_section(self.num_heads, size, heads) for size in (self.head_dim, 1))
+        key = head_section(self.num_groups, self.state_size, groups)
+        inputs, convolved = (value, value, key, key, head), (value, key, key)
+        matrix = (("mamba_in.weight", (self.input_size, hidden_size)),)
+        yield LayerWeight("mamba_in", matrix, sections=inputs, is_quantized=True)
+        output = (("mamba_out.weight", (hidden_size, self.value_size)),)
+        yield LayerWeight("mamba_out", output, axis=1, sections=(value,), is_quantized=True)
+        taps = (("mamba_conv.weight", (self.conv_size, 1, self.num_taps)),)
+        yield LayerWeight("mamba_conv", taps, sections=convolved)
+        if self.bias:
+            yield LayerWeight("mamba_in_bias", (("mamba_in.bias", (self.input_size,)),), sections=inputs)
+        if self.conv_bias:
+            yield LayerWeight(
+                "mamba_conv_bias", (("mamba_conv.bias", (self.conv_size,)),), sections=convolved
+            )
+        if self.output_bias:
+            yield LayerWeight("mamba_out_bias", (("mamba_out.bias", (hidden_size,)),), is_of_first_rank=True)
         for field, name in (("mamba_decay", "A_log"), ("mamba_time_bias", "dt_bias"), ("mamba_skip", "D")):
-            yield LayerWeight(field, ((f"mamba_parameters.{name}", (self.num_heads,)),))
+            numbers = ((f"mamba_parameters.{name}", (self.num_heads,)),)
+            yield LayerWeight(field, numbers, sections=(head,))
         if self.norm:
-            yield LayerWeight("mamba_norm", (("mamba_norm.weight", (self.value_size,)),))
+            yield LayerWeight("mamba_norm", (("mamba_norm.weight", (self.value_size,)),), sections=(value,))
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return dataclasses.replace(
+            self,
+            num_heads=len(shard.query_heads(self.num_heads)),
+            num_groups=len(self.held_groups(shard)),
+        )
+
+    @override
+    def check_divisible(self, size: int) -> None:
+        check_heads_divisible(self.num_heads, size, "heads of state spaces")
+
+    def held_groups(self, shard: Shard) -> tuple[int, ...]:
+        """Return the groups of a rank: as KV heads, they are those of its heads."""
+        return shard.kv_heads(self.num_heads, self.num_groups)
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
@@ -110,16 +137,17 @@ class Mamba(SubLayer):
     """A Mamba-2 with its weights.
 
     Args:
-        config: its numbers.
+        whole: of all ranks.
         loader: of the layer.
     """
 
-    def __init__(self, config: MambaConfig, loader: LayerLoader) -> None:
+    def __init__(self, whole: MambaConfig, loader: LayerLoader) -> None:
         from quire.kernels.layers.recurrence import ScanHeads
 
+        config = whole.on_rank(loader.shard)
         super().__init__(config, loader)
         self.project = loader.linear("mamba_in")
-        self.output = loader.linear("mamba_out")
+        self.output = loader.linear("mamba_out", is_summed=True)
         self._taps = conv_taps(loader, "mamba_conv")
         self._conv_bias = loader.tensor("mamba_conv_bias")
         fields = "mamba_decay", "mamba_time_bias", "mamba_skip"
@@ -137,11 +165,9 @@ class Mamba(SubLayer):
             skip=skip,
             time_limits=config.time_limits,
         )
-        norm = loader.tensor("mamba_norm")
-        self._norms = () if norm is None else norm.chunk(config.num_groups)
+        self._norm = _norm(whole, config, loader)
         scales = config.feature_scales
         self._scales = decay.new_tensor(scales) if set(scales) - {1.0} else None
-        self._eps = config.norm_eps or loader.model.norm_eps
         self._config = config
         self._index = loader.index
         self._kernels = loader.kernels
@@ -172,13 +198,26 @@ class Mamba(SubLayer):
         times, result = projected[:, size + conv_size :], projected[:, size : 2 * size]
         self._kernels.selective_scan(convolved, times, state["memory"], batch, heads=self._heads, out=result)
         if self._config.norm == "ungated":
-            self._normalize(result)
+            self._norm(result)
         gated = self._kernels.gated_activation(projected[:, : 2 * size], "silu", out=buffers["mamba_gated"])
         if self._config.norm == "gated":
-            self._normalize(gated)
+            self._norm(gated)
         return self.output(gated, out=out)
 
-    def _normalize(self, rows: torch.Tensor) -> None:
-        """Replace the features of each group by their norm."""
-        for part, norm in zip(rows.chunk(len(self._norms), dim=1), self._norms, strict=True):
-            self._kernels.rms_norm(part, norm, eps=self._eps, out=part)
+
+def _norm(whole: MambaConfig, config: MambaConfig, loader: LayerLoader) -> Callable[[torch.Tensor], None]:
+    """Return what replaces the features of each group by their norm, in rows [T, value_size]."""
+    weight, kernels = loader.tensor("mamba_norm"), loader.kernels
+    eps = config.norm_eps or loader.model.norm_eps
+    if loader.parallel is not None and whole.num_groups % loader.shard.size and weight is not None:
+        from quire.models.parallel import DividedNorm
+
+        groups, size = whole.held_groups(loader.shard), whole.value_size // whole.num_groups
+        return DividedNorm(weight, groups, loader.parallel, num_groups=whole.num_groups, size=size, eps=eps)
+    norms = () if weight is None else weight.chunk(config.num_groups)
+
+    def normalize(rows: torch.Tensor) -> None:
+        for part, norm in zip(rows.chunk(len(norms), dim=1), norms, strict=True):
+            kernels.rms_norm(part, norm, eps=eps, out=part)
+
+    return normalize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from typing_extensions import override
 
@@ -21,9 +21,9 @@ _FLOAT32_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig(RecurrentConfig):
-    """The numbers of one short convolution, which has the features of the residual stream."""
+    """The numbers of one short convolution: it has the features of the residual stream, or a rank's."""
 
-    size: int = 0  # features of the residual stream
+    size: int = 0  # features
     num_taps: int = 0  # tokens that one is computed from, itself included
     bias: bool = False  # projections and convolution have one
 
@@ -41,12 +41,23 @@ class ShortConvConfig(RecurrentConfig):
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         size, inner = self.size, 3 * self.size
-        yield LayerWeight("conv_in", (("conv_in.weight", (inner, size)),), is_quantized=True)
-        yield LayerWeight("conv", (("conv.weight", (size, 1, self.num_taps)),))
-        yield LayerWeight("conv_out", (("conv_out.weight", (size, size)),), is_quantized=True)
+        held = size, (shard.share(size),)
+        inputs, output = (
+            (("conv_in.weight", (inner, hidden_size)),),
+            (("conv_out.weight", (hidden_size, size)),),
+        )
+        yield LayerWeight("conv_in", inputs, sections=(held,) * 3, is_quantized=True)
+        yield LayerWeight("conv", (("conv.weight", (size, 1, self.num_taps)),), sections=(held,))
+        yield LayerWeight("conv_out", output, axis=1, sections=(held,), is_quantized=True)
         if self.bias:
-            for field, features in (("conv_in", inner), ("conv", size), ("conv_out", size)):
-                yield LayerWeight(f"{field}_bias", ((f"{field}.bias", (features,)),))
+            yield LayerWeight("conv_in_bias", (("conv_in.bias", (inner,)),), sections=(held,) * 3)
+            yield LayerWeight("conv_bias", (("conv.bias", (size,)),), sections=(held,))
+            bias = (("conv_out.bias", (hidden_size,)),)
+            yield LayerWeight("conv_out_bias", bias, is_of_first_rank=True)
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return dataclasses.replace(self, size=len(shard.share(self.size)))
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
@@ -58,21 +69,21 @@ class ShortConvConfig(RecurrentConfig):
 
     @override
     def load(self, loader: LayerLoader) -> ShortConv:
-        return ShortConv(self, loader)
+        return ShortConv(self.on_rank(loader.shard), loader)
 
 
 class ShortConv(SubLayer):
     """A short convolution with its weights.
 
     Args:
-        config: its numbers.
+        config: of this rank.
         loader: of the layer.
     """
 
     def __init__(self, config: ShortConvConfig, loader: LayerLoader) -> None:
         super().__init__(config, loader)
         self.project = loader.linear("conv_in")
-        self.output = loader.linear("conv_out")
+        self.output = loader.linear("conv_out", is_summed=True)
         self._taps = conv_taps(loader, "conv")
         self._bias = loader.tensor("conv_bias")
         self._index = loader.index
