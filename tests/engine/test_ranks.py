@@ -157,13 +157,14 @@ def test_only_rank_0_has_logits_so_that_recordings_keep_none_of_the_others():
 
 def test_other_ranks_are_told_all_of_a_step():
     sent = {field.name for field in dataclasses.fields(Forward)}
+    assert {"state_numbers", "num_state_tokens"} < sent
     assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {
         "is_two_sided",  # refused beside ranks
         "key_scores",
         "others",  # its arrays are in those of the first group
         "plans",
         "sizes",
-        "states",  # models with them are refused
+        "states",  # its arrays are sent, and each rank has states of its own
         "step_arrays",
         "token_types",  # of encoders, which are two-sided
     }

@@ -15,7 +15,7 @@ from checked_engine import tokens
 from checkpoints import make_checkpoint
 from hybrid_engines import BLOCK_SIZE, LENGTHS, MAX_TOKENS, SCHEDULER, Engine, prompts
 from operation_tape import capture_steps
-from quire.config import EngineConfig, KVTierConfig, SchedulerConfig, SpeculationConfig
+from quire.config import EngineConfig, KVTierConfig, KVTransferConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.building.assembly import config_for_model
 from quire.engine.memory.plan import plan_memory
 from quire.engine.memory.state_sizes import StateSizes
@@ -301,7 +301,6 @@ def test_answers_have_the_same_bits_with_drafts_of_each_kind(path, expected, tmp
     ("options", "named"),
     [
         ({"use_cache_eviction": True}, "use_cache_eviction is True"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"kv_connector": "memory_connector.MemoryConnector"}, "kv_connector is 'memory_connector"),
         ({"num_linear_attention_blocks": 3}, "num_linear_attention_blocks is 3, but each of the 4"),
     ],
@@ -309,6 +308,43 @@ def test_answers_have_the_same_bits_with_drafts_of_each_kind(path, expected, tmp
 def test_what_does_not_go_with_states_is_refused_by_name(path, options, named):
     with pytest.raises(ConfigError, match=named):
         Engine(path, **options)
+
+
+@pytest.mark.processes
+def test_ranks_give_the_tokens_of_one_with_bits_of_their_own(path, expected):
+    """Whatever is restored, on the states of both ranks: prefixes, the preempted, siblings and drafts."""
+
+    def forked(engine: Engine) -> list[Any]:
+        siblings = engine.answers(prompts()[3:], temperature=1.0, seed=3, n=3)
+        beams = engine.outputs(prompts()[2:3], beam_width=3, n=3, logprobs=6)
+        return [*siblings, *((output.new_token_ids, output.cumulative_logprob) for [output] in beams)]
+
+    ranks = {"tensor_parallel_size": 2, "num_threads": 1}
+    engine = Engine(path, enable_prefix_caching=False, **ranks)
+    alone = [engine.answers([prompt])[0] for prompt in prompts()]
+    expected_of_forks = forked(engine)
+    engine.core.shutdown()
+    assert tokens(alone) == tokens(expected)
+    engine = with_drafts(path, expected, num_kv_blocks=28, max_num_seqs=3, overlap_steps=True, **ranks)
+    for _ in range(3):
+        assert engine.answers(prompts()) == alone
+    stats = engine.stats
+    assert stats.num_preemptions
+    assert stats.resumed_hit_tokens + stats.prefix_hit_tokens
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    engine.core.runner._proposer = None
+    assert forked(engine) == expected_of_forks
+    engine.core.shutdown()
+
+
+def test_states_of_ranks_are_not_moved(path):
+    config = EngineConfig(
+        model=str(path), tensor_parallel_size=2, kv_transfer=KVTransferConfig(kv_transfer_port=29500)
+    )
+    with pytest.raises(
+        ConfigError, match=r"kv_transfer_port is 29500, but .* tensor_parallel_size 2 are not"
+    ):
+        config_for_model(config, read_model_config(path))
 
 
 def test_states_on_a_gpu_are_not_moved(path):

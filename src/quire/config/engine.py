@@ -124,7 +124,8 @@ class EngineConfig:
         default=1,
         unit="ranks",
         help="Number of processes that compute the model together, each with its shard of the weights and of "
-        "the KV cache. Must divide the number of query heads. On GPUs, each needs one of its own.",
+        "the KV cache. Must divide the number of query heads, and that of heads of recurrent layers. On "
+        "GPUs, each needs one of its own.",
     )
     tensor_parallel_timeout: Annotated[float, Ge(2.0)] = knob(
         default=60.0,

@@ -104,14 +104,15 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if model.has_states:
         of_states: dict[str, object] = {
             "SchedulerConfig.use_cache_eviction": scheduler.use_cache_eviction,
-            "EngineConfig.tensor_parallel_size": config.tensor_parallel_size
-            * (config.tensor_parallel_size > 1),
             "EngineConfig.scheduler_cls": config.scheduler_cls * (not knows_groups(config)),
         }
         if not moves_states(config):
             of_states |= config.moves_kv_by
         why = f"{model.architecture} has recurrent layers, beside whose states that is not supported"
         _refuse_set(of_states, why)
+        if config.tensor_parallel_size > 1:
+            why = f"{model.architecture} has recurrent layers, and states of tensor_parallel_size "
+            _refuse_set(config.moves_kv_by, f"{why}{config.tensor_parallel_size} are not moved")
     if not model.is_causal or not model.kv_specs:
         of_kv: dict[str, object] = {"SchedulerConfig.use_sparse_attention": scheduler.use_sparse_attention}
         of_kv |= config.moves_kv_by
@@ -254,7 +255,7 @@ def commits_of_groups(config: EngineConfig, plan: MemoryPlan) -> list[Callable[[
     if config.device == "cuda" or config.scheduler.num_kv_blocks or config.scheduler.cache_size:
         return [None] * len(plan.kv_caches)
     spare_bytes = int(plan.available_bytes * RESERVED_SHARE) + plan.activation_bytes
-    growth = CacheGrowth(spare_bytes * plan.num_ranks, reserved_bytes=plan.state_bytes)
+    growth = CacheGrowth(spare_bytes * plan.num_ranks, reserved_bytes=plan.state_bytes * plan.num_ranks)
     return [
         functools.partial(growth.grant, size * plan.num_ranks) if size else None
         for size in plan.group_sizes.bytes_per_block

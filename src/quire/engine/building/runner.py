@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.building.drafting import build_proposer, load_draft_model, weight_options
 from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
+from quire.kv.cache.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -111,16 +112,22 @@ def _kv_caches(
 ) -> tuple[tuple[PagedAttentionCache, ...], StateCache | None]:
     """Return memory for the target model's KV of each cache group, on all ranks, and for its states, if any.
 
-    Peers read both, so they are in one allocation.
+    Peers read both, so they are in one allocation, but for those of ranks, whose states no peer reads.
     """
     from quire.kv.cache.paged_cache import caches_on_device
     from quire.kv.cache.state_cache import StateCache
 
     groups, device, states = plan.kv_caches, models.target.kernels.device, plan.states
     if models.ranks is not None:
-        from quire.engine.ranks.leading import leading_caches
+        from quire.engine.ranks.leading import LeadingStates, leading_caches
 
-        return leading_caches(groups, device, models.ranks), None
+        leading = None
+        if states is not None:
+            own = StateLayout.of(models.target.config.state_layers, plan.dtype)
+            leading = LeadingStates.leading(
+                own, device, models.ranks, num_slots=states.num_slots, num_states=states.num_states
+            )
+        return leading_caches(groups, device, models.ranks, leading), leading
     if states is None:
         return caches_on_device(groups, device)[0], None
     caches, memory = caches_on_device(

@@ -19,6 +19,7 @@ from quire.engine.ranks.messages import (
     AllocateCaches,
     CompileOnly,
     CopyBlocks,
+    CopyStates,
     Forward,
     Logits,
     Reserve,
@@ -31,11 +32,14 @@ from quire.kernels.interface import KernelSet
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.kv.cache.shard_memory import ShardMemory
+from quire.kv.cache.state_cache import StateCache
+from quire.kv.cache.state_layout import StateLayout
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, LayerHook
 from quire.models.parallel import Communicator
 from quire.models.row_layers import DenseRows
 from quire.models.shard import Shard
+from quire.step import IntArray
 
 
 class LeadingDecoder:
@@ -127,7 +131,7 @@ class LeadingDecoder:
 
 def _forward(batch: AttentionBatch) -> Forward:
     assert batch.key_scores is None, "each rank has the scores of its own heads only"
-    groups = (batch, *batch.others)
+    groups, states = (batch, *batch.others), batch.states
     return Forward(
         positions=batch.positions.numpy(),
         block_size=batch.block_size,
@@ -138,6 +142,8 @@ def _forward(batch: AttentionBatch) -> Forward:
         block_tables=np.stack([each.block_tables for each in groups]),
         skipped_keys=batch.skipped_keys,
         key_selection=batch.key_selection,
+        state_numbers=None if states is None else states.numbers,
+        num_state_tokens=None if states is None else states.num_tokens,
     )
 
 
@@ -161,6 +167,27 @@ class LeadingCache(PagedAttentionCache):
         if len(copies):
             self._ranks.send(CopyBlocks(copies, self._group))
         super().copy_blocks(copies)
+
+
+class LeadingStates(StateCache):
+    """Rank 0's states of recurrent layers; the others have states of the same numbers, of their features."""
+
+    _ranks: RankGroup
+
+    @classmethod
+    def leading(
+        cls, layout: StateLayout, device: torch.device, ranks: RankGroup, *, num_slots: int, num_states: int
+    ) -> Self:
+        """Return the states of a layout that is rank 0's; `ranks` copy theirs when these are copied."""
+        states = cls.on_device(layout, device, num_slots=num_slots, num_states=num_states)
+        states._ranks = ranks
+        return states
+
+    @override
+    def copy(self, copies: IntArray, *, at_once: bool = False) -> None:
+        if len(copies):
+            self._ranks.send(CopyStates(copies, at_once))
+        super().copy(copies, at_once=at_once)
 
 
 class SharedCache(PagedAttentionCache):
@@ -195,9 +222,14 @@ class SharedCache(PagedAttentionCache):
 
 
 def leading_caches(
-    metadata: Sequence[PagedAttentionCacheMetaData], device: torch.device, ranks: RankGroup
+    metadata: Sequence[PagedAttentionCacheMetaData],
+    device: torch.device,
+    ranks: RankGroup,
+    states: LeadingStates | None,
 ) -> tuple[PagedAttentionCache, ...]:
     """Have all ranks allocate the KV cache of each cache group, in place of those before; return rank 0's.
+
+    They allocate as many states of recurrent layers as `states` has, too.
 
     Raises:
         EngineDeadError: a rank has failed; it may have no room.
@@ -211,6 +243,7 @@ def leading_caches(
     else:
         shards = ShardMemory(ranks.kv_file, metadata)
         caches = tuple(SharedCache.sharing(each, shards, group) for group, each in enumerate(metadata))
-    ranks.send(AllocateCaches(tuple(metadata), ranks.kv_file))
+    numbers = (0, 0) if states is None else (states.num_slots, len(states.states))
+    ranks.send(AllocateCaches(tuple(metadata), ranks.kv_file, *numbers))
     ranks.wait_until_ready()
     return caches

@@ -42,10 +42,15 @@ class RankStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocateCaches:
-    """Take memory for the KV cache of each group, in place of those before; then the rank is ready again."""
+    """Take memory for the KV cache of each group and for states; then the rank is ready again.
+
+    It takes the place of what the rank had before.
+    """
 
     metadata: tuple[PagedAttentionCacheMetaData, ...]
     file: int | None  # with the KV of all ranks, a descriptor that the process has; None: each has its own
+    num_slots: int = 0  # sequences that have states of recurrent layers; 0: there are no such layers
+    num_states: int = 0  # of theirs, and that are kept for the prefix cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class Forward:
     block_tables: npt.NDArray[np.int32]  # [G, S, max_blocks]
     skipped_keys: SkippedKeys | None
     key_selection: KeySelection | None
+    state_numbers: npt.NDArray[np.int64] | None = None  # as of `StepStates`; None: no layer is recurrent
+    num_state_tokens: npt.NDArray[np.int64] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +110,25 @@ class CopyBlocks:
     group: int
 
 
-ToRank = RankStart | AllocateCaches | Reserve | CompileOnly | Forward | Logits | WholeStep | CopyBlocks
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyStates:
+    """Copy states of recurrent layers [N, 2] (from, to), see `StateCache.copy`."""
+
+    copies: npt.NDArray[np.int32]
+    at_once: bool
+
+
+ToRank = (
+    RankStart
+    | AllocateCaches
+    | Reserve
+    | CompileOnly
+    | Forward
+    | Logits
+    | WholeStep
+    | CopyBlocks
+    | CopyStates
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

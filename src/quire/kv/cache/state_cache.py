@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Self
 
+import numpy as np
 import torch
 
 from quire.kernels.devices.device import array_to_device
@@ -22,6 +24,7 @@ class StateCache:
     The memory is not initialized: a sequence begins with zeros whatever its state holds.
 
     Attributes:
+        num_slots: as given.
         layers: each layer's parts of all states.
         states: all of them as they lie in memory, [states, bytes].
         num_pieces: of a state, see `StateLayout`.
@@ -34,13 +37,19 @@ class StateCache:
     """
 
     def __init__(self, layout: StateLayout, memory: torch.Tensor, *, num_slots: int) -> None:
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self.states = memory.view(-1, layout.bytes_per_state)
         self.num_pieces = layout.num_pieces
         self.tensor = self.states[num_slots:].view(-1, layout.bytes_per_piece)
         self.layers: list[LayerStates] = [
             {placed.part.name: self._part(placed) for placed in layer} for layer in layout.layers
         ]
+
+    @classmethod
+    def on_device(cls, layout: StateLayout, device: torch.device, *, num_slots: int, num_states: int) -> Self:
+        """Return states, of which the first `num_slots` are of slots, in memory of their own."""
+        memory = torch.empty(num_states * layout.bytes_per_state, dtype=torch.uint8, device=device)
+        return cls(layout, memory, num_slots=num_slots)
 
     def _part(self, placed: PlacedPart) -> torch.Tensor:
         shape = placed.part.shape
@@ -50,19 +59,26 @@ class StateCache:
 
     def restore(self, copies: IntArray) -> None:
         """Copy checkpoints to slots: (checkpoint, slot), [N, 2]."""
-        self._copy(copies[:, 0] + self._num_slots, copies[:, 1])
+        self.copy(copies + np.array([self.num_slots, 0], np.int32))
 
     def save(self, copies: IntArray) -> None:
         """Copy the states of slots to checkpoints: (slot, checkpoint), [N, 2]."""
-        self._copy(copies[:, 0], copies[:, 1] + self._num_slots)
+        self.copy(copies + np.array([0, self.num_slots], np.int32))
 
     def fork(self, copies: IntArray) -> None:
         """Copy states of slots to other slots, each as it was before: (from, to), [N, 2]."""
-        if len(copies):
-            sources, targets = array_to_device(copies.astype("int64"), self.states.device).unbind(1)
-            self.states[targets] = self.states[sources]
+        self.copy(copies, at_once=True)
 
-    def _copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy states, none of which is source and target, one after the other: it takes no memory."""
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+    def copy(self, copies: IntArray, *, at_once: bool = False) -> None:
+        """Copy states by their numbers here: (from, to), [N, 2].
+
+        Args:
+            copies: none of them is source and target, unless it is `at_once`.
+            at_once: copies each as it was before, which takes memory; otherwise one goes after the other.
+        """
+        if at_once and len(copies):
+            sources, targets = array_to_device(copies.astype(np.int64), self.states.device).unbind(1)
+            self.states[targets] = self.states[sources]
+            return
+        for source, target in copies.tolist():
             self.states[target] = self.states[source]
