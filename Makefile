@@ -25,7 +25,7 @@ LLAMACPP_SERVER := $(LLAMACPP)/server/bin/llama-server
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-random test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix bench-embeddings eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-random test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix bench-embeddings bench-two-models eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ bench-start: $(READY)  ## Measure the time to the first token from a cold start
 
 bench-gpu: $(READY)  ## Measure the engine on a GPU beside what that GPU can do
 	@$(BIN)/python benchmarks/gpu.py
+
+bench-two-models: $(READY)  ## Measure embeddings beside generation, by two models in one server
+	@$(BIN)/python benchmarks/embed_beside_generation.py
 
 bench-scheduler: $(READY) $(VLLM_READY)  ## Measure the scheduler beside vLLM's, which is installed on first use
 	@$(BIN)/python benchmarks/scheduler.py
