@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from typing_extensions import override
 
+from quire.errors import ConfigError
 from quire.kv.cache.page_layout import KVLayerSpec
 from quire.kv.cache.state_layout import StateSpec
 from quire.models.config import RopeConfig
@@ -110,6 +111,18 @@ class SharedBlockConfig(RecurrentConfig):
             yield LayerWeight(f"{field}_adapter_in", tuple(into))
             back = ((f"{name}_adapter.{self.use}.out.weight", (size, rank)) for name, size in outputs.items())
             yield LayerWeight(f"{field}_adapter_out", tuple(back))
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return self  # there is one, see `check_divisible`
+
+    @override
+    def check_divisible(self, size: int) -> None:
+        if size > 1:
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {size}; layers that share a transformer block cannot "
+                "be divided: set it to 1"
+            )
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
