@@ -220,7 +220,7 @@ test-dynamo: $(READY)  ## Test workers of NVIDIA Dynamo, which is installed on f
 
 # NAMES="openai-3 anthropic" runs these only, and leaves the table as it is.
 NAMES :=
-clients: $(READY)  ## Run real clients against a server, installed on first use, and write the table in docs/clients.md
+clients: $(READY)  ## Run real clients against servers, installed on first use, and write the tables in docs/clients.md
 	@$(BIN)/python tools/clients/run.py $(NAMES)
 
 test-page: $(READY)  ## Test the page at / in headless Chromium, which apt-get installs

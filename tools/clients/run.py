@@ -1,4 +1,4 @@
-"""Real clients against one `quire serve mini`, as a table in docs/clients.md.
+"""Real clients against `quire serve mini`, `mini-embed` and a reranker, as tables in docs/clients.md.
 
 Each client of clients.toml is installed into an environment of its own, .clients/NAME, and what it
 wrote is kept in .clients/NAME.log. A script prints one JSON object: for each of the checks that
@@ -30,8 +30,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 ENVIRONMENTS = ROOT / ".clients"
 PAGE = ROOT / "docs" / "clients.md"
-BEGIN, END = "<!-- begin: written by make clients -->", "<!-- end -->"
-CHECKS = ("text", "streaming", "tools", "structured output", "second turn")
+BEGIN, END = "<!-- begin: {}, written by make clients -->", "<!-- end -->"
+# Each table: the models of its clients, and what these may offer.
+TABLES = {
+    "generation": (("mini",), ("text", "streaming", "tools", "structured output", "second turn")),
+    "embeddings": (("mini-embed", "reranker"), ("embeddings", "dimensions", "search", "rerank")),
+}
 NOT_OFFERED = "\N{EN DASH}"
 AT_ONCE = 2
 # No client asks other hosts than the server.
@@ -59,6 +63,7 @@ class Client:
     title: str
     packages: Sequence[str]
     script: str
+    model: str = "mini"
     npm: bool = False
     without: Sequence[str] = ()
 
@@ -153,7 +158,7 @@ def checked(client: Client, url: str) -> dict[str, str]:
         written = run(command_of(client), log, SCRIPT_TIMEOUT, env=variables, cwd=client.environment)
         outcome = json.loads(written.splitlines()[-1])
     except (ClientError, ValueError, IndexError) as error:
-        outcome = {CHECKS[0]: f"no report: {error}"}
+        outcome = {"report": f"none: {error}"}
     failed = {check: reason for check, reason in outcome.items() if reason != "yes"}
     seconds = f"{time.monotonic() - began:.0f} s"
     print(
@@ -164,13 +169,17 @@ def checked(client: Client, url: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """`quire serve mini`, which always chooses the most likely token, for as long as the context; its URL.
+def serving(model: str) -> Iterator[str]:
+    """`quire serve MODEL`, which always chooses the most likely token, for as long as the context; its URL.
 
     Raises:
         ClientError: it does not start.
     """
-    command = [sys.executable, "-m", "quire.cli.main", "serve", "mini", "--port", "0"]
+    log, path = ENVIRONMENTS / f"server-{model}.log", model
+    if model == "reranker":
+        path = str(make_reranker(ENVIRONMENTS / "reranker"))
+    command = [sys.executable, "-m", "quire.cli.main", "serve", path, "--port", "0"]
+    command += ["--served-model-name", model]
     command += ["--override-generation-config", json.dumps({"temperature": 0})]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -182,6 +191,19 @@ def serving(log: Path) -> Iterator[str]:
             process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def make_reranker(path: Path) -> Path:
+    """Save a small reranker with random weights, and the tokenizer of `mini-embed`; return its folder."""
+    import torch
+    from transformers import AutoTokenizer, ModernBertConfig, ModernBertForSequenceClassification
+
+    folder = ROOT / "src" / "quire" / "mini-embed"
+    torch.manual_seed(0)
+    config = ModernBertConfig.from_pretrained(folder, num_labels=1)
+    ModernBertForSequenceClassification(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(path)
+    return path
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
@@ -198,44 +220,59 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     raise ClientError("the server did not start; its log:\n" + log.read_text())
 
 
-def table(clients: Mapping[str, Client], outcomes: Mapping[str, Mapping[str, str]]) -> str:
+def table(
+    clients: Mapping[str, Client], outcomes: Mapping[str, Mapping[str, str]], checks: Sequence[str]
+) -> str:
     """The outcomes in Markdown: a row for each client, and the reasons of what is not "yes"."""
-    lines = [f"| client | version | {' | '.join(CHECKS)} |", "|---" * (2 + len(CHECKS)) + "|"]
+    lines = [f"| client | version | {' | '.join(checks)} |", "|---" * (2 + len(checks)) + "|"]
     reasons = []
     for name, outcome in outcomes.items():
         client = clients[name]
         words = {"yes": "yes", None: NOT_OFFERED}
-        cells = [words.get(outcome.get(check), "no") for check in CHECKS]
+        cells = [words.get(outcome.get(check), "no") for check in checks]
         lines.append(f"| {client.title} | {client.version} | {' | '.join(cells)} |")
         reasons += [f"- {client.title}, {check}: {said}" for check, said in outcome.items() if said != "yes"]
     return "\n".join([*lines, *(["", *reasons] if reasons else [])])
 
 
-def write_table(text: str) -> None:
-    """Put the table into its place in docs/clients.md."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+def write_table(name: str, text: str) -> None:
+    """Put a table into its place in docs/clients.md."""
+    begin = BEGIN.format(name)
+    before, rest = PAGE.read_text().split(begin)
+    _, after = rest.split(END, maxsplit=1)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{END}{after}")
+
+
+def outcomes_of(clients: Sequence[Client], model: str) -> dict[str, dict[str, str]]:
+    """The outcomes of the clients of a model, by name, against one server of it."""
+    chosen = [client for client in clients if client.model == model]
+    if not chosen:
+        return {}
+    with serving(model) as url, ThreadPoolExecutor(AT_ONCE) as pool:
+        found = pool.map(lambda client: checked(client, url), chosen)
+        return {client.name: outcome for client, outcome in zip(chosen, found, strict=True)}
 
 
 def main() -> int:
     """Run the clients that are asked for; 1 if a check fails."""
     clients = read_clients()
-    parser = argparse.ArgumentParser(description="Real clients against one quire serve mini")
+    parser = argparse.ArgumentParser(description="Real clients against servers of small models")
     parser.add_argument("names", nargs="*", metavar="CLIENT", help="of " + ", ".join(clients))
     asked = parser.parse_args().names
     if unknown := [name for name in asked if name not in clients]:
         parser.error(f"no such client: {', '.join(unknown)}; there are {', '.join(clients)}")
     chosen = [clients[name] for name in asked or clients]
     ENVIRONMENTS.mkdir(exist_ok=True)
-    with serving(ENVIRONMENTS / "server.log") as url, ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(lambda client: checked(client, url), chosen)
-        outcomes = {client.name: outcome for client, outcome in zip(chosen, found, strict=True)}
-    text = table(clients, outcomes)
-    print(text)
-    if not asked:
-        write_table(text)
-    return int(any(said != "yes" for outcome in outcomes.values() for said in outcome.values()))
+    said = set[str]()
+    for name, (models, checks) in TABLES.items():
+        outcomes = {key: one for model in models for key, one in outcomes_of(chosen, model).items()}
+        said.update(word for outcome in outcomes.values() for word in outcome.values())
+        if outcomes:
+            text = table(clients, outcomes, checks)
+            print(text)
+            if not asked:
+                write_table(name, text)
+    return int(not said <= {"yes"})
 
 
 if __name__ == "__main__":
