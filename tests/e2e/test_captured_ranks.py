@@ -74,6 +74,18 @@ def test_replayed_steps_have_the_bits_of_others(
     assert MAX_GRAPHS < num_captures < sum(event.startswith("replays") for event in first)
 
 
+def test_replayed_steps_work_on_the_states_of_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recurrent = str(make_checkpoint("lfm2", tmp_path / "model", dtype="float32"))
+    expected = results(recurrent)
+    ranks = TapedRanks(monkeypatch, tmp_path)
+    assert results(recurrent) == expected
+    first, second = ranks.events
+    assert first == second
+    assert any(event.startswith("replays") for event in first)
+
+
 def test_chunks_of_prompts_are_replayed_beside_decodes(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from quire.kernels.devices.device import array_to_device
 from quire.kv.cache.page_layout import NUMBER_BYTES
+from quire.kv.cache.page_memory import allocate
 from quire.kv.cache.state_layout import PlacedPart, StateLayout
 from quire.step import IntArray
 
@@ -48,8 +49,8 @@ class StateCache:
     @classmethod
     def on_device(cls, layout: StateLayout, device: torch.device, *, num_slots: int, num_states: int) -> Self:
         """Return states, of which the first `num_slots` are of slots, in memory of their own."""
-        memory = torch.empty(num_states * layout.bytes_per_state, dtype=torch.uint8, device=device)
-        return cls(layout, memory, num_slots=num_slots)
+        num_bytes = num_states * layout.bytes_per_state
+        return cls(layout, allocate(num_bytes, device)[:num_bytes], num_slots=num_slots)
 
     def _part(self, placed: PlacedPart) -> torch.Tensor:
         shape = placed.part.shape
