@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError
+from quire.models.classification import ENDINGS, with_labels
 from quire.models.config import ModelConfig
 from quire.models.config_entries import (
     MAX_LAYERS_TIMES_EXPERTS,
@@ -19,7 +20,6 @@ from quire.models.config_entries import (
     warn_once,
 )
 from quire.models.families import ARCHITECTURES, FAMILIES
-from quire.models.families.classification import ENDINGS, with_labels
 from quire.models.families.family import MEAN_POOLING, Family, check_fixed, common
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
@@ -85,7 +85,7 @@ def model_config(values: HFConfig) -> ModelConfig:
         config = family.specialize(hf, common(hf, architecture, family_name, family))
         is_body = architecture.endswith("Model") and not architecture.endswith("HeadModel")
         if architecture.endswith(ENDINGS):
-            config = with_labels(hf, config, family)
+            config = with_labels(hf, config, family.head)
         elif config.pooling is None and is_body:
             config = dataclasses.replace(config, pooling=MEAN_POOLING)
         if config.pooling is not None or hf.get("is_matryoshka"):

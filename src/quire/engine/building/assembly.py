@@ -27,7 +27,7 @@ from quire.kv.cache.memory_limits import available_memory
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
-from quire.models.families.classification import scored_by_tokens
+from quire.models.classification import scored_by_tokens
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
 

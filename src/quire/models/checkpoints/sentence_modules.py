@@ -14,9 +14,9 @@ from typing import Any
 
 from quire.errors import ModelError, nearest_name
 from quire.models.checkpoints.json_files import entry, read_json, read_json_objects
+from quire.models.classification import label_activation, scored_by_tokens
 from quire.models.config import ModelConfig, RowLayer
 from quire.models.config_entries import SENTENCE_RULES, check_entry
-from quire.models.families.classification import label_activation, scored_by_tokens
 from quire.pooling_params import PoolingParams, PoolingType
 
 _MODULES_FILE = "modules.json"

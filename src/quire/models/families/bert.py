@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
+from quire.models.classification import dense_head, two_layers
 from quire.models.config import ModelConfig, RopeConfig, RowLayer
-from quire.models.families.classification import dense_head, two_layers
 from quire.models.families.family import Family, two_sided, with_attention_biases, with_two_ropes
 from quire.models.layer import SubLayerConfig
 from quire.models.layers.attention import AttentionConfig

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.errors import ModelError, nearest_name
+from quire.models.classification import Head, one_matrix
 from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig
-from quire.models.families.classification import Head, one_matrix
 from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.delta_net import DeltaNetConfig

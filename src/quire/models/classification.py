@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from quire.errors import ModelError, nearest_name
 from quire.models.config import ModelConfig, RowLayer
 from quire.models.ropes import HFConfig
 from quire.pooling_params import PoolingParams, PoolingType
-
-if TYPE_CHECKING:
-    from quire.models.families.family import Family
 
 Head = Callable[[HFConfig, ModelConfig, int], tuple[PoolingType, tuple[RowLayer, ...]]]
 """Returns, for a number of labels, the pooling and the layers that make scores of them."""
@@ -27,10 +23,10 @@ _OF_PROBLEMS = {
 }
 
 
-def with_labels(hf: HFConfig, base: ModelConfig, family: Family) -> ModelConfig:
+def with_labels(hf: HFConfig, base: ModelConfig, head: Head) -> ModelConfig:
     """Return a model whose prompts, or their tokens, become scores of the labels that config.json names."""
     labels = _labels(hf)
-    pooling_type, layers = family.head(hf, base, len(labels))
+    pooling_type, layers = head(hf, base, len(labels))
     activation = _activation(hf, len(labels))
     if base.architecture.endswith(ENDINGS[1]):
         if len(labels) > MAX_TOKEN_LABELS:
