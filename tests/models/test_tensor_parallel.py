@@ -64,9 +64,10 @@ def test_every_rank_count_gives_the_same_greedy_tokens(
     ranks = LockstepRanks(size)
     decoders = ranks.load(path, config)
     by_rank = ranks.run(lambda parallel: generate(decoders[parallel.shard.rank], prompts, num_new=NUM_NEW))
+    atol = 3e-3 if family == "zamba2" else 1e-4  # see tests/models/test_families.py
     for one, whole in zip(by_rank[0], expected, strict=True):
         assert one.token_ids == whole.token_ids
-        torch.testing.assert_close(one.logits, whole.logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(one.logits, whole.logits, atol=atol, rtol=0)
     assert all(_equal(other, by_rank[0]) for other in by_rank[1:])
 
 

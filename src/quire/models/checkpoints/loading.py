@@ -249,7 +249,7 @@ class _Loader:
 
     def _adapted(self, linear: Linear, field: str) -> Linear:
         sources = self._specs[self.index, f"{field}_adapter_out"].sources
-        sizes = [source.shape[0] for source in sources]
+        sizes = [source.held_shape[0] for source in sources]
         into = self._linear(f"{field}_adapter_in", "none")
         back = self.linears(f"{field}_adapter_out", lambda rows: torch.split(rows, sizes))
         return AdaptedLinear(linear, into, back)

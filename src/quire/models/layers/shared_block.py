@@ -91,26 +91,32 @@ class SharedBlockConfig(RecurrentConfig):
         yield LayerWeight("mamba_input_norm", (("mamba_input_norm.weight", (hidden_size,)),))
         output = ("block_output.weight", (hidden_size, hidden_size))
         yield LayerWeight("block_output", (output,), is_quantized=True)
+        for name, size in zip(_SHARED_NORMS, (self.attention.input_size, hidden_size), strict=True):
+            norm = LayerWeight(name, ((f"{name}.weight", (size,)),))
+            yield dataclasses.replace(norm, layer=self.first_layer)
         for weight in itertools.chain(
             self.attention.weights(hidden_size, names, shard),
             self.feed_forward.weights(hidden_size, names, shard),
-            self._norms_and_adapters(hidden_size),
         ):
             yield dataclasses.replace(weight, layer=self.first_layer)
+            if weight.field == "gate_up" or (weight.field == "qkv" and self.adapts_attention):
+                yield from self._adapters(weight)
 
-    def _norms_and_adapters(self, hidden_size: int) -> Iterator[LayerWeight]:
-        for name, size in zip(_SHARED_NORMS, (self.attention.input_size, hidden_size), strict=True):
-            yield LayerWeight(name, ((f"{name}.weight", (size,)),))
-        attention, rank = self.attention, self.adapter_rank
-        adapted = {"gate_up": (hidden_size, {"gate_up": 2 * self.feed_forward.inner_size})}
-        if self.adapts_attention:
-            sizes = dict.fromkeys("qkv", attention.num_heads * attention.head_dim)
-            adapted["qkv"] = attention.input_size, sizes
-        for field, (inputs, outputs) in adapted.items():
-            into = ((f"{name}_adapter.{self.use}.in.weight", (rank, inputs)) for name in outputs)
-            yield LayerWeight(f"{field}_adapter_in", tuple(into))
-            back = ((f"{name}_adapter.{self.use}.out.weight", (size, rank)) for name, size in outputs.items())
-            yield LayerWeight(f"{field}_adapter_out", tuple(back))
+    def _adapters(self, weight: LayerWeight) -> Iterator[LayerWeight]:
+        """Yield the adapters of a matrix; ranks have their outputs as they have those of the matrix."""
+        into, back = [], []
+        for source, (outputs, inputs) in weight.sources:
+            name = f"{source.removesuffix('.weight')}_adapter.{self.use}"
+            into.append((f"{name}.in.weight", (self.adapter_rank, inputs)))
+            back.append((f"{name}.out.weight", (outputs, self.adapter_rank)))
+        layer, sections = self.first_layer, weight.sections
+        yield LayerWeight(f"{weight.field}_adapter_in", tuple(into), layer=layer)
+        yield LayerWeight(f"{weight.field}_adapter_out", tuple(back), sections=sections, layer=layer)
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        attention, feed_forward = self.attention.on_rank(shard), self.feed_forward.on_rank(shard)
+        return dataclasses.replace(self, attention=attention, feed_forward=feed_forward)
 
     @override
     def on_rank(self, shard: Shard) -> Self:
@@ -157,7 +163,7 @@ class SharedBlock(SubLayer):
         self.attention = config.attention.load(loader)
         self.feed_forward = config.feed_forward.load(loader)
         self.block_output = loader.linear("block_output")
-        self.buffers |= self.feed_forward.buffers
+        self.buffers |= self.attention.buffers | self.feed_forward.buffers
         self._norms = [loader.norm(name) for name in (*_SHARED_NORMS, "mamba_input_norm")]
         self._kernels, self._eps = loader.kernels, loader.model.norm_eps
 
