@@ -320,10 +320,6 @@ def test_ranks_give_the_tokens_of_one_with_bits_of_their_own(path, expected):
         return [*siblings, *((output.new_token_ids, output.cumulative_logprob) for [output] in beams)]
 
     ranks = {"tensor_parallel_size": 2, "num_threads": 1}
-    if path.name == "zamba2":
-        with pytest.raises(ConfigError, match="share a transformer block cannot be divided"):
-            Engine(path, **ranks)
-        return
     engine = Engine(path, enable_prefix_caching=False, **ranks)
     alone = [engine.answers([prompt])[0] for prompt in prompts()]
     expected_of_forks = forked(engine)

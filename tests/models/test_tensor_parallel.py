@@ -23,6 +23,7 @@ from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.delta_net import DeltaNetConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.mamba import MambaConfig
+from quire.models.layers.shared_block import SharedBlockConfig
 from quire.models.parallel import row_sums
 from quire.models.shard import Shard, check_divisible
 from quire.models.weights import count_parameters, weight_bytes, weight_specs
@@ -210,6 +211,11 @@ def test_a_rank_holds_its_share_of_the_weights(family: str, tmp_path: Path) -> N
     assert whole == 4 * (count_parameters(config) - vectors_of_layers)  # which stay in the file
     assert whole <= sum(parts) <= whole + held_by_all + 4 * _num_shared(config)
     made = 3 * config.per_layer_size * config.hidden_size * config.num_layers  # by matrices to and from them
+    made += sum(
+        config.hidden_size**2 + part.adapter_rank * (3 * part.attention.input_size + config.hidden_size)
+        for part in config.parts
+        if isinstance(part, SharedBlockConfig)
+    )
     assert held_by_all < whole / 20 + 4 * (vectors_of_layers + made)
 
 

@@ -96,6 +96,7 @@ class FakeLLM:
             dtype="float32", load_seconds=0.1, role="prefill", kv_transfer_address=("10.0.0.1", 7000),
             kv_events_ports=None, reads_priority=True, reads_kv_transfer_params=True,
             pooling=None,
+            labels=(),
         )  # fmt: skip
         self.seen = []
         self.live = set()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from typing_extensions import override
 
-from quire.errors import ConfigError
 from quire.kv.cache.page_layout import KVLayerSpec
 from quire.kv.cache.state_layout import StateSpec
 from quire.models.config import RopeConfig
@@ -115,20 +114,17 @@ class SharedBlockConfig(RecurrentConfig):
 
     @override
     def on_rank(self, shard: Shard) -> Self:
-        attention, feed_forward = self.attention.on_rank(shard), self.feed_forward.on_rank(shard)
-        return dataclasses.replace(self, attention=attention, feed_forward=feed_forward)
-
-    @override
-    def on_rank(self, shard: Shard) -> Self:
-        return self  # there is one, see `check_divisible`
+        return dataclasses.replace(
+            self,
+            mamba=self.mamba.on_rank(shard),
+            attention=self.attention.on_rank(shard),
+            feed_forward=self.feed_forward.on_rank(shard),
+        )
 
     @override
     def check_divisible(self, size: int) -> None:
-        if size > 1:
-            raise ConfigError(
-                f"EngineConfig.tensor_parallel_size is {size}; layers that share a transformer block cannot "
-                "be divided: set it to 1"
-            )
+        self.mamba.check_divisible(size)
+        self.attention.check_divisible(size)
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
@@ -163,7 +159,7 @@ class SharedBlock(SubLayer):
         self.attention = config.attention.load(loader)
         self.feed_forward = config.feed_forward.load(loader)
         self.block_output = loader.linear("block_output")
-        self.buffers |= self.attention.buffers | self.feed_forward.buffers
+        self.buffers |= self.mamba.buffers | self.attention.buffers | self.feed_forward.buffers
         self._norms = [loader.norm(name) for name in (*_SHARED_NORMS, "mamba_input_norm")]
         self._kernels, self._eps = loader.kernels, loader.model.norm_eps
 
