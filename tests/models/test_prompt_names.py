@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from encoders import make_encoder, save_encoder, word_pieces
 from quire import LLM
 from quire.errors import ConfigError, InvalidRequestError, ModelError
 from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.config import SIMILARITIES
 
 SMALL = {"num_threads": 2, "max_num_batched_tokens": 1100}
 PROMPTS = {"query": "hello ", "document": None}
@@ -74,6 +77,10 @@ def test_it_comes_before_the_first_of_two_texts(tmp_path: Path) -> None:
     [
         ({"prompts": {"a": 5}}, "has 1 prompts; there may be 1024 texts"),
         ({"prompts": {"a": "b" * 16385}}, "texts of up to 16384 characters"),
+        ({"prompts": {"a": False}}, "has 1 prompts; there may be 1024 texts"),
+        ({"prompts": {"a": "\ud800"}}, "characters in valid Unicode"),
+        ({"prompts": {"\udfff": "a"}}, "characters in valid Unicode"),
+        ({"similarity_fn_name": "hamming"}, "'hamming'; it must be one of cosine, dot, euclidean, manhattan"),
         ({"prompts": []}, r"prompts \[\]; it must be an object"),
         ({"default_prompt_name": "passage"}, "default_prompt_name 'passage', and no such prompt"),
     ],
@@ -88,3 +95,20 @@ def test_a_model_may_have_none(tmp_path: Path) -> None:
     save_encoder(make_encoder("bert"), tmp_path)
     with pytest.raises(ConfigError, match="has no prompts"):
         LLM(str(tmp_path), prompt_name="query", **SMALL)
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_scores_are_by_the_published_similarity(name: str, tmp_path: Path) -> None:
+    with LLM(save(tmp_path, similarity_fn_name=name), **SMALL) as llm:
+        rows = [
+            torch.tensor(output.outputs.data, dtype=torch.float64) for output in llm.embed(["ab", "world"])
+        ]
+        [score] = llm.score("ab", "world")
+    rows = [torch.tensor(output.outputs.data, dtype=torch.float64) for output in outputs]
+    expected = {
+        "cosine": torch.cosine_similarity(*rows, dim=0),
+        "dot": torch.dot(*rows),
+        "euclidean": -torch.dist(*rows),
+        "manhattan": -torch.dist(*rows, p=1),
+    }[name]
+    np.testing.assert_allclose(score.outputs.data, [expected], rtol=1e-6)

@@ -31,6 +31,10 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert output.outputs.error is None
             np.testing.assert_allclose(output.outputs.data, expected.softmax(-1), atol=1e-5, rtol=0)
             np.testing.assert_allclose(scores.outputs.data, expected, atol=1e-5, rtol=1e-5)
+            [unit] = llm.encode([prompt], PoolingParams(normalize=True))
+            probabilities = expected.softmax(-1)
+            lengths = probabilities.norm(dim=-1, keepdim=True)
+            np.testing.assert_allclose(unit.outputs.data, probabilities / lengths, atol=2e-5, rtol=0)
             [alone] = llm.encode([prompt])
             assert alone.outputs.data.tobytes() == output.outputs.data.tobytes()
 

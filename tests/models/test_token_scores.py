@@ -138,7 +138,8 @@ def test_a_prompt_is_the_instruction(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 def test_fewer_bits(options: dict[str, Any], tmp_path: Path) -> None:
     model = make_reranker(tmp_path, template=PAIRS)
-    with LLM(str(tmp_path), classifier_from_token=("no", "yes"), **options, **SMALL) as llm:
+    tokens: Any = ["no", "yes"]  # as clients of vLLM write it
+    with LLM(str(tmp_path), classifier_from_token=tokens, **options, **SMALL) as llm:
         [output] = llm.score("a", "b")
     expected = probability(model, output.prompt_token_ids)
     np.testing.assert_allclose(output.outputs.data, [expected], atol=0.05, rtol=0)
@@ -192,9 +193,19 @@ def test_the_end_of_the_document_is_cut(tmp_path: Path) -> None:
             llm.score("ab", "c", truncate_prompt_tokens=3)
     with (
         LLM(str(tmp_path), special_tokens_in_content=True, **options) as llm,
-        pytest.raises(InvalidRequestError, match="special_tokens_in_content it is not known where"),
+        pytest.raises(InvalidRequestError, match="it is not known where the second text is"),
     ):
         llm.score("ab", "c" * 2001, truncate_prompt_tokens=20)
+
+
+def test_a_query_behind_the_document_is_not_cut(tmp_path: Path) -> None:
+    turned = "{% for m in messages | reverse %}{{ m.content }}|{% endfor %}{# 'query' 'document' #}"
+    make_reranker(tmp_path, template=turned)
+    with LLM(str(tmp_path), classifier_from_token=("no", "yes"), **SMALL) as llm:
+        [output] = llm.score("ab", "cd")
+        assert output.prompt_token_ids == byte_tokens().encode("cd|ab|").ids
+        with pytest.raises(InvalidRequestError, match="the chat template must put it last"):
+            llm.score("ab", "c" * 2001, truncate_prompt_tokens=20)
 
 
 def test_what_has_no_such_scores_is_refused(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class FakeLLM:
             kv_events_ports=None, reads_priority=True, reads_kv_transfer_params=True,
             pooling=None,
             labels=(),
+            labels_tokens=False,
         )  # fmt: skip
         self.seen = []
         self.live = set()

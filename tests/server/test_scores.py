@@ -281,7 +281,15 @@ async def test_tei_rerank(ranking: httpx.AsyncClient) -> None:
     assert len(await raw(ranking, "/rerank", query=QUERY, texts=[long], truncate=True)) == 1
     error = await raw(ranking, "/rerank", 400, query=QUERY, texts=["a", ""])
     assert error["error_type"] == "Validation"
-    assert error["error"].startswith("documents[1]")
+    assert error["error"].startswith("texts[1]")
+    for name, given in (
+        ("raw_scores", "documents"),
+        ("return_text", "documents"),
+        ("return_documents", "texts"),
+    ):
+        body = {given: ["a"], name: True}
+        error = await raw(ranking, "/rerank", 400, query=QUERY, **body)
+        assert f"{name} does not go with {given}" in str(error["error"])
     error = await raw(ranking, "/rerank", 400, query=QUERY, texts=["a"], truncation_direction="Left")
     assert "only the end of the second is cut" in error["error"]
     for body in ({}, {"texts": ["a"], "documents": ["a"]}):
@@ -296,6 +304,11 @@ async def test_tei_predict(classifying: httpx.AsyncClient) -> None:
     assert {one["label"]: one["score"] for one in found} == pytest.approx(
         {f"LABEL_{number}": score for number, score in enumerate(expected)}, abs=1e-5
     )
+    cut = {"truncate": True, "truncation_direction": "Left"}
+    found = await raw(classifying, "/predict", inputs="ab " + "world " * 600, **cut)
+    assert found[0]["score"] == pytest.approx(max(probabilities("world " * 510)), abs=1e-5)
+    error = await raw(classifying, "/predict", 400, inputs=[["a"], ["a", "b"]], **cut)
+    assert "only the end of the second is cut" in error["error"]
     several = await raw(classifying, "/predict", inputs=[[text] for text in TEXTS])
     assert [len(one) for one in several] == [3] * len(TEXTS)
     pair = await raw(classifying, "/predict", inputs=["a", "b"], raw_scores=True)
@@ -328,3 +341,21 @@ async def test_ollama_embeddings(embedding: httpx.AsyncClient) -> None:
     assert "is not served here" in error["error"]
     error = await raw(embedding, "/api/embed", 400, model="scorer", input=["a"] * 3000)
     assert "2048" in error["error"]
+
+
+async def test_scores_of_tokens_are_limited(tmp_path: Path) -> None:
+    save_encoder(make_encoder("bert", kind="ForTokenClassification", num_labels=3), tmp_path)
+    with preloaded.engines():
+        llm = AsyncLLM(EngineConfig(model=str(tmp_path), num_threads=1))
+    try:
+        await llm.wait_until_ready()
+        app = create_app(llm, ServerConfig(served_model_name=["scorer"], max_logprobs_per_request=60))
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
+            [entry] = (await answer_of(http, "/pooling", input=[5] * 20))["data"]
+            assert np.array(entry["data"]).shape == (20, 3)
+            for given, count in (([5] * 21, 63), ([[5] * 11] * 2, 66)):
+                error = await error_of(http, "/pooling", input=given)
+                assert f"asks for {count} scores of tokens or more, and the limit is 60" in error["message"]
+    finally:
+        await llm.shutdown()

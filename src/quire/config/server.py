@@ -142,7 +142,8 @@ class ServerConfig:
     max_logprobs_per_request: PositiveInt = knob(
         default=524_288,
         help="Maximum number of log-probabilities that a request may ask for: completions times tokens times "
-        "candidates for each token. Each takes about 200 bytes until the answer is complete.",
+        "candidates for each token; or of scores of tokens: labels for each. Each takes about 200 bytes "
+        "until the answer is complete.",
     )
     strict: bool = knob(
         default=False,

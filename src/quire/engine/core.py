@@ -169,6 +169,7 @@ class EngineCore:
             labels=model_config.labels,
             prompts=dict(model_config.prompts),
             prompt_name=model_config.prompt_name,
+            similarity=model_config.similarity,
             scores_tokens=any(layer.tokens for layer in model_config.row_layers),
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )

@@ -82,7 +82,7 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     `row_size`: numbers of such a row; `row_sizes`: to how many it may be cut; `labels`: whose scores they
     are; see `ModelConfig`. `scores_tokens`: the scores are made of logits of tokens.
     `prompts`: by name, what may come before texts that become rows; `prompt_name`: which does if the request
-    does not say; empty: none.
+    does not say; empty: none. `similarity`: how its rows are compared.
     `max_num_batched_tokens`: the most tokens of a step.
     """
 
@@ -108,6 +108,7 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     scores_tokens: bool = False
     prompts: dict[str, str] = {}
     prompt_name: str = ""
+    similarity: str = "cosine"
     max_num_batched_tokens: int = 0
 
     @functools.cached_property

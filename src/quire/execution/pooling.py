@@ -178,7 +178,8 @@ def _report(
 ) -> None:
     values = values[..., : params.dimensions]
     if params.normalize:
-        values = values / max(float(np.sqrt(np.square(values).sum())), _MIN_NORM)
+        norms = np.sqrt(np.square(values).sum(axis=-1, keepdims=True))
+        values = values / np.maximum(norms, _MIN_NORM)
     row = values.astype(np.float32)
     if np.isfinite(row).all():
         result.pooled[request_id] = row.tobytes()

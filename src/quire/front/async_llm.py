@@ -35,7 +35,7 @@ from quire.front.loop_driver import LoopDriver
 from quire.front.process.client import SHUTDOWN_TIMEOUT
 from quire.front.process.resumption import RecoveryStats
 from quire.front.process.supervision import EngineSupervisor
-from quire.front.similarity import similarity
+from quire.front.similarity import pair_output
 from quire.front.text.input_processor import InputProcessor, ProcessedRequest
 from quire.front.text.output_processor import RequestState
 from quire.front.text.preparation_threads import PreparationThreads, length_of
@@ -281,7 +281,7 @@ class AsyncLLM:
             own = {"truncation_side": "right", **options, "request_id": own_id, "prompt_name": name}
             async with contextlib.aclosing(self.embed(text, pooling_params, **own)) as outputs:
                 embedded += [output async for output in outputs if output.finished]
-        yield similarity(*embedded)
+        yield pair_output(info.similarity, *embedded)
 
     async def tokenize_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Return the tokens of the prompt that the chat template makes of a conversation.

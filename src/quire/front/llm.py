@@ -24,7 +24,7 @@ from quire.front.batch import Batch, Output
 from quire.front.kv_files import KVSaving, Prompt, restore_message
 from quire.front.progress import batch_progress
 from quire.front.session import Session
-from quire.front.similarity import similarity
+from quire.front.similarity import pair_output
 from quire.front.text.input_processor import InputProcessor, ProcessedRequest
 from quire.front.text.output_processor import RequestState
 from quire.pooling_params import PoolingParams
@@ -255,7 +255,7 @@ class LLM:
         """Return how well texts go together, each pair a row of one number.
 
         A model of one label scores each pair. One that makes embeddings makes one of each text; the score is
-        the cosine of two.
+        how alike two are, by the cosine or as the model says.
 
         Args:
             texts_1: a text, which all of `texts_2` are scored with, or one for each of them.
@@ -390,4 +390,6 @@ def _similarities(
     )
     of_first = dict(zip(firsts, outputs, strict=False))
     of_second = dict(zip(seconds, outputs[len(firsts) :], strict=True))
-    return [similarity(of_first[first], of_second[second]) for first, second in pairs]
+    return [
+        pair_output(inputs.info.similarity, of_first[first], of_second[second]) for first, second in pairs
+    ]

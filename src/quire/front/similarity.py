@@ -1,30 +1,51 @@
-"""Scores of models that make embeddings: the cosine of the angle between the embeddings of two texts."""
+"""Scores of models that make embeddings: how alike the embeddings of two texts are.
+
+The functions are those of sentence-transformers, by its names.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.request_output import PoolingRequestOutput
 
+_Numbers = npt.NDArray[np.float64]
+Row = npt.NDArray[np.float32]
 
-def cosine(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the cosine of two rows [N], as a row of one number; 0 if one of them is all zeros."""
-    one, other = first.astype(np.float64), second.astype(np.float64)
+
+def likeness(similarity: str, first: Row, second: Row) -> Row:
+    """Return how alike two rows [N] are by the function of a name, as a row of one number."""
+    return np.array([_FUNCTIONS[similarity](first.astype(np.float64), second.astype(np.float64))], np.float32)
+
+
+def _cosine(one: _Numbers, other: _Numbers) -> float:
+    """Return the cosine of the angle between two rows; 0 if one of them is all zeros."""
     norms = math.sqrt(one @ one) * math.sqrt(other @ other)
-    return np.array([one @ other / norms if norms else 0.0], dtype=np.float32)
+    return float(one @ other / norms) if norms else 0.0
 
 
-def similarity(first: PoolingRequestOutput, second: PoolingRequestOutput) -> PoolingRequestOutput:
+_FUNCTIONS: dict[str, Callable[[_Numbers, _Numbers], float]] = {
+    "cosine": _cosine,
+    "dot": lambda one, other: float(one @ other),
+    "euclidean": lambda one, other: -math.sqrt((one - other) @ (one - other)),
+    "manhattan": lambda one, other: -float(np.abs(one - other).sum()),
+}
+
+
+def pair_output(
+    similarity: str, first: PoolingRequestOutput, second: PoolingRequestOutput
+) -> PoolingRequestOutput:
     """Return the score of two texts, whose requests have ended; if one has failed, its failure."""
     rows = first.outputs.data, second.outputs.data
     if rows[0] is None or rows[1] is None:
         outputs = (first if rows[0] is None else second).outputs
     else:
-        outputs = dataclasses.replace(second.outputs, data=cosine(rows[0], rows[1]))
+        outputs = dataclasses.replace(second.outputs, data=likeness(similarity, rows[0], rows[1]))
     return PoolingRequestOutput(
         request_id=second.request_id,
         prompt=None,

@@ -10,6 +10,7 @@ from quire.kv.cache.state_layout import StateSpec
 from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.pooling_params import PoolingParams
 
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")  # as sentence-transformers calls them
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -101,6 +102,7 @@ class ModelConfig:
     label_activation: str = ""  # makes probabilities of scores: softmax or sigmoid; empty: nothing does
     prompts: tuple[tuple[str, str], ...] = ()  # names, and what comes before texts that become rows
     prompt_name: str = ""  # of the prompt that does if a request names none; empty: none
+    similarity: str = "cosine"  # how two rows are compared: one of SIMILARITIES
     row_sizes: tuple[int, ...] | None = None
     """To how many of their first numbers rows may be cut; none: to any; None: they may not be cut."""
 

@@ -391,6 +391,7 @@ SENTENCE_RULES: dict[str, _Rule] = {  # of the files of sentence-transformers' m
     "activation_fn": _TEXT,
     "prompts": _OBJECT,
     "default_prompt_name": _TEXT,
+    "similarity_fn_name": _TEXT,
     "true_token_id": _Integer(0, 1 << 24),
     "false_token_id": _Integer(0, 1 << 24),
 }

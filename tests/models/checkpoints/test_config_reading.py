@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import make_model
+from checkpoints import make_checkpoint, make_model
 from quire.errors import ModelError, UnknownArchitectureError
 from quire.kv import KVLayerSpec
 from quire.models.checkpoints.config_reading import read_model_config
@@ -178,3 +178,10 @@ def test_missing_or_broken_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="holds list, not an object"):
         read_model_config(tmp_path)
+
+
+def test_the_parts_of_a_shared_block_are_checked(tmp_path: Path) -> None:
+    make_checkpoint("zamba2", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ModelError, match="'xielu', which is not supported with gates"):
+        _read(tmp_path, values | {"hidden_act": "xielu"})

@@ -276,14 +276,14 @@ class InputProcessor:
         token_ids: list[int] = self._tokenizer.tokenize_chat(chat).ids
         if most is None or len(token_ids) <= most:
             return token_ids
-        if not chat.given:
+        start, end = chat.given[-1] if chat.given else (0, 0)
+        if chat.text[start:end].strip() != second.strip():
             raise InvalidRequestError(
-                f"truncate_prompt_tokens asks for at most {most} tokens of {len(token_ids)}, but with "
-                "ChatTemplateConfig.special_tokens_in_content it is not known where the second text is; send "
-                "a shorter one",
+                f"truncate_prompt_tokens asks for at most {most} tokens of {len(token_ids)}, but it "
+                "is not known where the second text is: the chat template must put it last, by itself, and "
+                "ChatTemplateConfig.special_tokens_in_content be off; send a shorter one",
                 param="truncate_prompt_tokens",
             )
-        start, end = chat.given[-1]
         head, kept, rest = (
             self._tokenizer.tokenize_chat(chat.part(*edges)).ids
             for edges in ((0, start), (0, end), (end, len(chat.text)))

@@ -15,7 +15,7 @@ from typing import Any
 from quire.errors import ModelError, nearest_name
 from quire.models.checkpoints.json_files import entry, read_json, read_json_objects
 from quire.models.classification import label_activation, scored_by_tokens
-from quire.models.config import ModelConfig, RowLayer
+from quire.models.config import SIMILARITIES, ModelConfig, RowLayer
 from quire.models.config_entries import SENTENCE_RULES, check_entry
 from quire.pooling_params import PoolingParams, PoolingType
 
@@ -24,6 +24,7 @@ _TRANSFORMER_FILE = "sentence_bert_config.json"
 _CONFIG_FILE = "config.json"
 _SENTENCE_FILE = "config_sentence_transformers.json"
 _MAX_PROMPTS, _MAX_PROMPT_LENGTH = 1024, 16384
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 _MODES: dict[str, PoolingType] = {  # by the name of the mode, and of the entry that is true
@@ -79,21 +80,31 @@ def _with_rows(config: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _with_prompts(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return a model with the prompts that are published to come before its texts, by their names."""
+    """Return a model with the prompts published to come before its texts, and how its rows are compared."""
     settings, file = _sentence_settings(path), path / _SENTENCE_FILE
-    prompts = tuple((name, text or "") for name, text in (settings.get("prompts") or {}).items())
+    prompts = tuple(
+        (name, "" if text is None else text) for name, text in (settings.get("prompts") or {}).items()
+    )
     if len(prompts) > _MAX_PROMPTS or not all(
-        isinstance(text, str) and len(name) <= 256 and len(text) <= _MAX_PROMPT_LENGTH
+        isinstance(text, str)
+        and len(name) <= 256
+        and len(text) <= _MAX_PROMPT_LENGTH
+        and not _LONE_SURROGATES.search(name + text)
         for name, text in prompts
     ):
         raise ModelError(
             f"{file} has {len(prompts)} prompts; there may be {_MAX_PROMPTS} texts of up to "
-            f"{_MAX_PROMPT_LENGTH} characters, with names of up to 256"
+            f"{_MAX_PROMPT_LENGTH} characters in valid Unicode, with names of up to 256"
         )
     default = settings.get("default_prompt_name") or ""
     if default and default not in dict(prompts):
         raise ModelError(f"{file} has default_prompt_name {default!r:.100}, and no such prompt")
-    return dataclasses.replace(config, prompts=prompts, prompt_name=default)
+    similarity = settings.get("similarity_fn_name") or "cosine"
+    if similarity not in SIMILARITIES:
+        raise ModelError(
+            f"{file} has similarity_fn_name {similarity!r:.100}; it must be one of {', '.join(SIMILARITIES)}"
+        )
+    return dataclasses.replace(config, prompts=prompts, prompt_name=default, similarity=similarity)
 
 
 def _scored_by_tokens(config: ModelConfig, path: Path, file: Path) -> ModelConfig:

@@ -74,8 +74,11 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._leniency = leniency_of(request)
         self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
         self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
-        self._logprob_limit = LogprobLimit(self._context.config.max_logprobs_per_request)
         self._info = self._context.llm.info
+        self._logprob_limit = LogprobLimit(
+            self._context.config.max_logprobs_per_request,
+            len(self._info.labels) if self._info.labels_tokens else 0,
+        )
         self._options = body.request_options()
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer("kv_transfer_params", "kv_transfer_params")

@@ -253,14 +253,16 @@ def joined(parts: Sequence[CompletionLogprobs | None]) -> CompletionLogprobs | N
 
 
 class LogprobLimit:
-    """Counts the log-probabilities that a call asks for, prompt by prompt.
+    """Counts the log-probabilities, or scores of tokens, that a call asks for, prompt by prompt.
 
     Args:
         limit: maximum number of them.
+        labels_of_tokens: how many labels of each token the model scores.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, labels_of_tokens: int = 0) -> None:
         self._limit = limit
+        self._labels_of_tokens = labels_of_tokens
         self._num = 0
 
     def admit(self, processed: ProcessedRequest) -> None:
@@ -270,6 +272,8 @@ class LogprobLimit:
             InvalidRequestError: the call asks for too many.
         """
         request, params = processed.core_request, processed.params
+        if self._labels_of_tokens:
+            self._admit_scores(len(request.prompt_token_ids))
         if params.logprobs is not None:
             num_tokens = len(request.sequence_ids) * (params.max_tokens or 0)
             self._num += num_tokens * (params.logprobs + 1)
@@ -281,4 +285,13 @@ class LogprobLimit:
                 "(max_logprobs_per_request): completions times tokens times candidates for each; lower n, "
                 "max_tokens, logprobs or the number of prompts",
                 param="logprobs",
+            )
+
+    def _admit_scores(self, num_tokens: int) -> None:
+        self._num += num_tokens * self._labels_of_tokens
+        if self._num > self._limit:
+            raise InvalidRequestError(
+                f"the request asks for {self._num} scores of tokens or more, and the limit is {self._limit} "
+                f"(max_logprobs_per_request): tokens times {self._labels_of_tokens} labels; send fewer or "
+                "shorter inputs"
             )

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
-from quire.front.similarity import cosine
+from quire.front.similarity import likeness
 from quire.limits import PositiveInt
 from quire.pooling_params import PoolingParams
 from quire.request_output import PoolingRequestOutput
@@ -138,13 +138,19 @@ class RerankRequest(TruncatedBody):
         """Return the texts that are ranked.
 
         Raises:
-            InvalidRequestError: there are none, or two lists; or the ends of texts are to be kept.
+            InvalidRequestError: there are none, or two lists; an option goes with the other; or the ends of
+                texts are to be kept.
         """
         if (self.documents is None) == (self.texts is None):
             raise InvalidRequestError(
                 "there must be documents, or texts as in text-embeddings-inference, and not both",
                 param="documents",
             )
+        others = ("return_text", "raw_scores") if self.texts is None else ("return_documents",)
+        for name in others:
+            if getattr(self, name) is not None:
+                given = "documents" if self.texts is None else "texts"
+                raise InvalidRequestError(f"{name} does not go with {given}; leave it out", param=name)
         self.require_cut_ends()
         return self.texts or [one if isinstance(one, str) else one.text for one in self.documents or ()]
 
@@ -251,7 +257,7 @@ class PairCall(PooledCall[PairT]):
         turn = max(1, NUMBERS_PER_TURN // len(rows[0]))
         for first, second in self.pairs:
             one, other = (self._embedded[place, text][0] for place, text in enumerate((first, second)))
-            scores.append(cosine(rows[one], rows[other]))
+            scores.append(likeness(self._info.similarity, rows[one], rows[other]))
             if len(scores) % turn == 0:
                 await asyncio.sleep(0)
         return scores
@@ -291,7 +297,8 @@ class RerankCall(PairCall[RerankRequest]):
         if body.raw_scores:
             self._params_of_rows = PoolingParams(activation=False)
         self.pairs = [(body.query, text) for text in self._texts]
-        self.names = [f"documents[{index}]" for index in range(len(self.pairs))]
+        field = "documents" if body.texts is None else "texts"
+        self.names = [f"{field}[{index}]" for index in range(len(self.pairs))]
 
     @override
     def _entry(self, index: int, row: Row) -> RankedDocument | Rank:

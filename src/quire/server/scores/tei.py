@@ -63,7 +63,7 @@ class _PredictCall(PooledCall[PredictRequest]):
         if others:
             options["second_text"] = others[0]
         else:
-            options["truncation_side"] = "right"
+            options["truncation_side"] = self._body.cut_side
         return self._context.llm.classify(first, self._params_of_rows, **options)
 
     @override

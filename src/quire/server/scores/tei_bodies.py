@@ -24,7 +24,7 @@ class TruncatedBody(PooledBody):
     """Fields that say whether and how texts are cut; the model may be left out."""
 
     model: str | None = Field(
-        None, description="The served model's name, as /v1/models lists it. Default: that one."
+        None, description="The served model's name, as /v1/models lists it. Default: the only one."
     )
     truncate: bool | None = Field(
         None,
@@ -34,9 +34,14 @@ class TruncatedBody(PooledBody):
         None, description="Which side is cut off. Default: Right."
     )
 
+    @property
+    def cut_side(self) -> Literal["left", "right"]:
+        """Which side of texts that are too long is cut off."""
+        return "left" if (self.truncation_direction or "").lower() == "left" else "right"
+
     def require_cut_ends(self) -> None:
         """Raise `InvalidRequestError` if the beginnings of texts are to be cut off."""
-        if (self.truncation_direction or "").lower() == "left":
+        if self.cut_side == "left":
             raise InvalidRequestError(
                 "truncation_direction is Left, but of two texts only the end of the second is cut",
                 param="truncation_direction",
@@ -64,11 +69,6 @@ class EmbedRequest(TruncatedBody, RowsBody):
     @override
     def inputs(self) -> Sequence[Prompt]:
         return inputs_of(self.given)
-
-    @property
-    @override
-    def cut_side(self) -> Literal["left", "right"]:
-        return "left" if (self.truncation_direction or "").lower() == "left" else "right"
 
 
 def _predict_form(value: Any) -> str | None:
@@ -106,11 +106,13 @@ class PredictRequest(TruncatedBody):
         """Return the one or two texts of each input.
 
         Raises:
-            InvalidRequestError: the ends of texts are to be kept.
+            InvalidRequestError: the ends of two texts are to be kept.
         """
-        self.require_cut_ends()
         given: Any = [[self.inputs]] if isinstance(self.inputs, str) else self.inputs
-        return given if isinstance(given[0], list) else [given]
+        texts: list[list[str]] = given if isinstance(given[0], list) else [given]
+        if any(len(each) > 1 for each in texts):
+            self.require_cut_ends()
+        return texts
 
 
 class Rank(Struct, kw_only=True):

@@ -32,7 +32,7 @@ def engine_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer:
     """
     tokenizer = _tokenizer(config, model_path)
     has_own = bool(config.chat_templating.chat_template) or tokenizer.joins_pairs
-    is_reranker = config.classifier_from_token == _QWEN3_TOKENS and not has_own
+    is_reranker = tuple(config.classifier_from_token) == _QWEN3_TOKENS and not has_own
     if is_reranker and read_model_config(model_path).family == "qwen3":
         tokenizer.chat_template_source = _QWEN3_PAIRS
     return tokenizer
