@@ -177,6 +177,36 @@ async def test_live_requests_of_all_models(http: httpx.AsyncClient, llm: FakeLLM
     assert (await calls["first"]).status_code == 499
 
 
+async def test_an_id_is_live_for_one_model_at_a_time(
+    http: httpx.AsyncClient, llm: FakeLLM, second: FakeLLM
+) -> None:
+    async def completed(model: str, prompt: str, **fields: bool) -> httpx.Response:
+        body, headers = {"model": model, "prompt": prompt, **fields}, {"X-Request-Id": "same"}
+        return await http.post("/v1/completions", json=body, headers=headers)
+
+    first = asyncio.create_task(completed("first", "hold"))
+    await llm.held.wait()
+    for fields in ({}, {"stream": True}):
+        refused = await completed("second", "Hi", **fields)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "duplicate_request_id"
+    assert not second.seen
+    assert (await http.get("/v1/requests/cmpl-same")).status_code == 200
+    assert (await http.delete("/v1/requests/cmpl-same")).status_code == 200
+    assert (await first).status_code == 499
+    for model in ("second", "first"):
+        assert (await completed(model, "Hi")).status_code == 200
+
+
+async def test_responses_of_two_models_with_one_request_id(http: httpx.AsyncClient) -> None:
+    async def events(model: str) -> str:
+        body = {"model": model, "input": "Hi", "background": True, "stream": True}
+        return (await http.post("/v1/responses", json=body, headers={"X-Request-Id": "same"})).text
+
+    for text in await asyncio.gather(events("first"), events("second")):
+        assert text.count("event: response.completed\n") == 1
+
+
 async def test_one_model_or_all_are_put_to_sleep(
     http: httpx.AsyncClient, llm: FakeLLM, second: FakeLLM, third: FakeLLM
 ) -> None:

@@ -49,12 +49,14 @@ class SharedState:
 
     Attributes:
         contexts: those of the served models, in order.
+        call_ids: those of all models' live calls, as in `LiveCalls`.
     """
 
     def __init__(
         self, config: ServerConfig, tenants: Tenants | None = None, tracing: Tracing | None = None
     ) -> None:
         self.contexts: list[ServerContext] = []
+        self.call_ids: set[str] = set()
         self.version = __version__
         self.started_at = int(time.time())
         self.ignored_names = IgnoredNames()
@@ -94,7 +96,7 @@ class ServerContext:
         self.config = config
         self.sampling_defaults = sampling_defaults or read_sampling_defaults(config, llm.model_path)
         self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
-        self.calls = LiveCalls()
+        self.calls = LiveCalls(shared.call_ids)
         _require_formats_that_go_together(config, self.chat_template)
         self.version, self.started_at = shared.version, shared.started_at
         self.ignored_names, self.tenants, self.tracing = shared.ignored_names, shared.tenants, shared.tracing

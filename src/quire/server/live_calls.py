@@ -7,14 +7,21 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
+from quire.errors import DuplicateRequestError
 from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 
 class LiveCalls:
-    """The calls being served, with their requests in the engine; none is added after `begin_drain`."""
+    """The calls being served, with their requests in the engine; none is added after `begin_drain`.
 
-    def __init__(self) -> None:
+    Args:
+        ids_of_all: ids of the live calls of all models of the server, which this changes, too; None: there
+            is one model.
+    """
+
+    def __init__(self, ids_of_all: set[str] | None = None) -> None:
         self.draining = False
+        self._ids_of_all = set() if ids_of_all is None else ids_of_all
         self._live: dict[str, tuple[str, ...]] = {}  # engine ids by `Tenant.engine_id`, in order of arrival
         self._aborted: set[str] = set()  # of those, by `Tenant.engine_id`
         self._idle = asyncio.Event()
@@ -48,6 +55,7 @@ class LiveCalls:
 
         Raises:
             ApiError: 503: the server is draining.
+            DuplicateRequestError: a call of another model has this id.
         """
         if self.draining:
             raise ApiError(
@@ -56,8 +64,15 @@ class LiveCalls:
                 kind=UNAVAILABLE,
                 code="draining",
             )
-        is_new = call_id not in self._live  # the engine refuses duplicate ids
+        is_new = call_id not in self._live  # the engine refuses its own duplicate ids
         if is_new:
+            if call_id in self._ids_of_all:
+                raise DuplicateRequestError(
+                    f"the request id {call_id!r} is in use by a live request for another model; "
+                    "choose another",
+                    param="request_id",
+                )
+            self._ids_of_all.add(call_id)
             self._live[call_id] = tuple(request_ids)
         self._idle.clear()
         try:
@@ -65,6 +80,7 @@ class LiveCalls:
         finally:
             if is_new:
                 del self._live[call_id]
+                self._ids_of_all.discard(call_id)
                 self._aborted.discard(call_id)
             if not self._live:
                 self._idle.set()

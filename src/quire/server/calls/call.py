@@ -221,7 +221,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
         Raises:
             ApiError: 503: the server is draining; 429: a limit of the tenant is reached.
-            InvalidRequestError: the call can never fit a limit of the tenant.
+            InvalidRequestError: the call can never fit a limit of the tenant, or its id is in use.
         """
         context, hooks = self._context, self._hooks()
         with contextlib.ExitStack() as stack:
