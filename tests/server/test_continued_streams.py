@@ -111,6 +111,7 @@ async def test_a_size_that_cannot_be_is_refused(http, size):
         ("/v1/completions", {"prompt": "a", "messages": None, "echo": True, "logprobs": 1}),
         ("/v1/completions", {"prompt": ["a", "b"], "messages": None}),
         ("/v1/responses", {"input": "Who is it?", "include": ["message.output_text.logprobs"]}),
+        ("/v1/responses", {"input": "Who is it?", "background": True}),
     ],
 )
 async def test_a_call_that_cannot_be_continued_is_refused_by_name(http, path, fields):

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from typing_extensions import override
 
+from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.call import ConversationCall
 from quire.server.calls.outputs import SequenceProgress
@@ -39,6 +40,7 @@ from quire.server.responses.items import Item, messages_of
 from quire.server.responses.keeping import Keeping
 from quire.server.responses.output import ResponseOutput
 from quire.server.wire.answers import TokenLogprob
+from quire.server.wire.bodies import CONTINUATION
 from quire.server.wire.errors import ApiError
 from quire.status import FinishReason
 
@@ -65,6 +67,10 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         super().__init__(request, body)
         if self._so_far is None:
             self._id = f"resp_{secrets.token_hex(16)}"  # clients may reuse the request's id
+        elif body.background:  # else it would replace a live response of the same id before it is refused
+            raise InvalidRequestError(
+                "a response in the background cannot be continued; leave out background", param=CONTINUATION
+            )
         self._keeping = keeping
         self._numbers = itertools.count()
         self._converse(body, messages_of(body.instructions, items))
