@@ -12,7 +12,7 @@ from fake_llm import FakeLLM
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import EngineConfig, ServerConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, EngineDeadError
 from quire.pooling_params import PoolingParams
 from quire.server.app import create_app
 from quire.server.sampling_defaults import SamplingDefaults
@@ -224,6 +224,34 @@ async def test_one_model_or_all_are_put_to_sleep(
     assert (await http.get("/is_paused")).json()["is_paused"] is False
     assert (await http.post("/reset_prefix_cache")).status_code == 200
     assert (await http.post("/sleep?model=other")).status_code == 404
+
+
+@pytest.mark.parametrize("call", ["sleep?mode=wait", "pause", "resume", "wake_up", "reset_prefix_cache"])
+async def test_a_model_that_fails_does_not_stop_the_others(
+    call: str,
+    http: httpx.AsyncClient,
+    llm: FakeLLM,
+    second: FakeLLM,
+    third: FakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = []
+    method = {"pause": "pause_generation", "resume": "resume_generation"}.get(call, call.partition("?")[0])
+
+    async def act(engine: FakeLLM) -> bool:
+        if engine is second:
+            raise EngineDeadError("the engine has ended")
+        await asyncio.sleep(0)
+        ended.append(engine)
+        return True
+
+    for engine in (llm, second, third):
+        monkeypatch.setattr(engine, method, lambda *_, engine=engine, **__: act(engine))
+    answer = await http.post(f"/{call}")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "second: the engine has ended"
+    assert ended == [llm, third]
+    assert (await http.post(f"/{call.partition('?')[0]}?model=first")).status_code == 200
 
 
 @pytest.mark.parametrize(

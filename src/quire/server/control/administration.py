@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import EngineDeadError
-from quire.server.context import ServerContext, contexts_of, tenant_of
+from quire.server.context import ServerContext, contexts_of, request_id_of, tenant_of
 from quire.server.wire.answers import PauseStatus, ResetPrefixCache, SleepStatus, json_response
-from quire.server.wire.errors import ApiError
+from quire.server.wire.errors import ApiError, as_api_error
 from quire.server.wire.openapi import Endpoint
 from quire.server.wire.validation import read_query
+
+if TYPE_CHECKING:
+    from quire.front.async_llm import AsyncLLM
+
+T = TypeVar("T")
 
 RESET_TIMEOUT = 60.0
 """Seconds to wait for the engine, which may be in a long step."""
@@ -42,12 +47,7 @@ class SleepOptions(BaseModel):
 async def reset_prefix_cache(request: Request) -> Response:
     """Clear the prefix cache of all tenants, if no KV block is in use."""
     contexts = _contexts_of_admin(request, "the prefix cache")
-    try:
-        async with asyncio.timeout(RESET_TIMEOUT):
-            are_reset = [await context.llm.reset_prefix_cache() for context in contexts]
-    except TimeoutError:
-        raise EngineDeadError(f"the engine has not answered for {RESET_TIMEOUT:g} s") from None
-    if not all(are_reset):
+    if not all(await _of_all(request, contexts, _reset_prefix_cache)):
         raise ApiError(
             409,
             "the prefix cache is in use by requests, pins or peers; try again when they have ended",
@@ -60,8 +60,10 @@ async def pause(request: Request) -> Response:
     """Pause the engine until POST /resume; new requests wait."""
     contexts = _contexts_of_controller(request)
     options = read_query(request, PauseOptions)
-    are_cleared = await asyncio.gather(
-        *(each.llm.pause_generation(options.mode, clear_cache=options.clear_cache) for each in contexts)
+    are_cleared = await _of_all(
+        request,
+        contexts,
+        lambda llm: llm.pause_generation(options.mode, clear_cache=options.clear_cache),
     )
     return json_response(PauseStatus(is_paused=True, is_cache_cleared=all(are_cleared)))
 
@@ -69,7 +71,7 @@ async def pause(request: Request) -> Response:
 async def resume(request: Request) -> Response:
     """End the pause."""
     contexts = _contexts_of_controller(request)
-    await asyncio.gather(*(context.llm.resume_generation() for context in contexts))
+    await _of_all(request, contexts, lambda llm: llm.resume_generation())
     return json_response(PauseStatus(is_paused=False))
 
 
@@ -83,14 +85,14 @@ async def sleep(request: Request) -> Response:
     """Stop the engine until POST /wake_up, and free its weights and KV."""
     contexts = _contexts_of_controller(request)
     mode = read_query(request, SleepOptions).mode
-    await asyncio.gather(*(context.llm.sleep(mode) for context in contexts))
+    await _of_all(request, contexts, lambda llm: llm.sleep(mode))
     return json_response(SleepStatus(is_sleeping=True))
 
 
 async def wake_up(request: Request) -> Response:
     """Start a sleeping engine, and answer when it accepts requests."""
     contexts = _contexts_of_controller(request)
-    await asyncio.gather(*(context.llm.wake_up() for context in contexts))
+    await _of_all(request, contexts, lambda llm: llm.wake_up())
     return json_response(SleepStatus(is_sleeping=False))
 
 
@@ -98,6 +100,35 @@ async def is_sleeping(request: Request) -> Response:
     """Return whether the engine is asleep; of several, whether all are."""
     are_sleeping = [await context.llm.is_sleeping() for context in contexts_of(request)]
     return json_response(SleepStatus(is_sleeping=all(are_sleeping)))
+
+
+async def _reset_prefix_cache(llm: AsyncLLM) -> bool:
+    try:
+        async with asyncio.timeout(RESET_TIMEOUT):
+            return await llm.reset_prefix_cache()
+    except TimeoutError:
+        raise EngineDeadError(f"the engine has not answered for {RESET_TIMEOUT:g} s") from None
+
+
+async def _of_all(
+    request: Request, contexts: Sequence[ServerContext], action: Callable[[AsyncLLM], Awaitable[T]]
+) -> list[T]:
+    """Return what `action` returns for each engine; they all act at once.
+
+    Raises:
+        ApiError: it failed for some, after it has ended for all; the message is of the first of these.
+    """
+    results = await asyncio.gather(*(action(each.llm) for each in contexts), return_exceptions=True)
+    done: list[T] = []
+    for context, result in zip(contexts, results, strict=True):
+        if isinstance(result, Exception):
+            answer = as_api_error(result, request_id=request_id_of(request))
+            answer.message = context.named(answer.message)
+            raise answer from result
+        if isinstance(result, BaseException):
+            raise result
+        done.append(result)
+    return done
 
 
 def _contexts_of_controller(request: Request) -> Sequence[ServerContext]:
