@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+import preloaded
 from encoders import make_encoder, save_encoder, word_pieces
-from quire import LLM
+from quire import LLM, AsyncLLM, EngineConfig
 from quire.errors import ConfigError, InvalidRequestError, ModelError
+from quire.front.text.input_processor import InputProcessor
+from quire.front.text.preparation_threads import INLINE_LENGTH
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import SIMILARITIES
 
@@ -70,6 +74,29 @@ def test_a_default(published: bool, tmp_path: Path) -> None:
 def test_it_comes_before_the_first_of_two_texts(tmp_path: Path) -> None:
     with LLM(save(tmp_path, "ForSequenceClassification"), **SMALL) as llm:
         assert ids_of(llm, "world", "ab", prompt_name="query") == ids("hello world", "ab")
+
+
+@pytest.mark.parametrize("length", [INLINE_LENGTH - 5, INLINE_LENGTH - 4])
+async def test_texts_behind_a_long_one_are_prepared_in_a_thread(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with preloaded.engines():
+        llm = AsyncLLM(EngineConfig(model=save(tmp_path, prompts={"query": " " * length}), num_threads=1))
+    threads = []
+    process = InputProcessor.process_pooling
+
+    def noted(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return process(*args, **options)
+
+    monkeypatch.setattr(InputProcessor, "process_pooling", noted)
+    try:
+        outputs = [output async for output in llm.embed("world", prompt_name="query")]
+    finally:
+        await llm.shutdown()
+    assert outputs[-1].prompt_token_ids == ids("world")
+    [thread] = threads
+    assert (thread is threading.current_thread()) == (length + len("world") <= INLINE_LENGTH)
 
 
 @pytest.mark.parametrize(

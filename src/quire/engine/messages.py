@@ -116,6 +116,11 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
         """Maximum length of a prompt in tokens: one token is left for output, if there is any."""
         return self.max_model_len - (self.pooling is None)
 
+    @functools.cached_property
+    def longest_prompt(self) -> int:
+        """Characters of the longest of `prompts`."""
+        return max(map(len, self.prompts.values()), default=0)
+
     @property
     def makes_embeddings(self) -> bool:
         """Whether prompts become embeddings."""

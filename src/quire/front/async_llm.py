@@ -607,6 +607,8 @@ class AsyncLLM:
         await self._driver.wait_until_ready()
         call = functools.partial(process, self._requests.inputs, prompt, params, **options)
         length = length_of(prompt, params) + len(options.get("second_text") or "")
+        if isinstance(params, PoolingParams):
+            length += self.info.longest_prompt  # it may come before the client's text
         return await self._threads.run(length, call, may_wait=may_wait)
 
     def _is_idle(self) -> bool:
