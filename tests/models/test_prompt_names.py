@@ -127,9 +127,7 @@ def test_a_model_may_have_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_scores_are_by_the_published_similarity(name: str, tmp_path: Path) -> None:
     with LLM(save(tmp_path, similarity_fn_name=name), **SMALL) as llm:
-        rows = [
-            torch.tensor(output.outputs.data, dtype=torch.float64) for output in llm.embed(["ab", "world"])
-        ]
+        outputs = llm.embed(["ab", "world"])
         [score] = llm.score("ab", "world")
     rows = [torch.tensor(output.outputs.data, dtype=torch.float64) for output in outputs]
     expected = {
