@@ -58,6 +58,8 @@ class InstantEngine:
         dtype="float32",
         reads_priority=False,
         pooling=None,
+        labels=(),
+        labels_tokens=False,
     )
     model_path = Path("fake")
     tokenizer = SimpleNamespace(chat_template_source=None)

@@ -526,7 +526,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_heads": 4,
-            "linear_head_dim": 20,
+            "linear_head_dim": 18,
         },
     ),
     "minicpm3": (
