@@ -145,7 +145,7 @@ def test_versions_are_measured_side_by_side(tmp_path: Path) -> None:
     options = ["--tiny", "--num-requests", "1", "2", "--rounds", "2"]
     done = subprocesses.run([sys.executable, str(script), *sources, *options])
     assert done.returncode == 0, done.stderr
-    line = r"Qwen3-0\.6B, (\d) requests: +\d+\.\d{3} ms +(\d\.\d\d)   (same|other) bits   (\S+)"
+    line = r"Qwen3-0\.6B, (\d) requests: +\d+\.\d{3} ms +(\d+\.\d\d)   (same|other) bits   (\S+)"
     found = [re.fullmatch(line, text) for text in done.stdout.splitlines()]
     told = [(match[1], match[3], match[4]) for match in found if match]
     assert told == [
@@ -175,7 +175,7 @@ def test_what_recording_saves_the_host_needs_no_gpu() -> None:
     done = subprocesses.run(command, preload=True)
     assert done.returncode == 0, done.stderr
     *models, documents, dialogues = done.stdout.splitlines()
-    figures = r"\S+: \d+\.\d\d ms of the host one by one, \d+\.\d\d ms captured, \d\.\d\d"
+    figures = r"\S+: \d+\.\d\d ms of the host one by one, \d+\.\d\d ms captured, \d+\.\d\d"
     assert len(models) == 3
     assert all(re.fullmatch(figures, line) for line in models)
     for line in (documents, dialogues):
