@@ -131,6 +131,11 @@ class SubLayerConfig(ABC):
         """Raise `ConfigError` if it cannot be divided among `size` ranks; the message has possible sizes."""
 
     @property
+    def inner(self) -> tuple[SubLayerConfig, ...]:
+        """Sub-layers that it has within itself, whose numbers are checked as its own."""
+        return ()
+
+    @property
     def kv(self) -> KVLayerSpec | None:
         """Its KV per token; None: it has none."""
         return None

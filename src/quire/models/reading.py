@@ -24,7 +24,6 @@ from quire.models.families.family import MEAN_POOLING, Family, check_fixed, comm
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
-from quire.models.layers.shared_block import SharedBlockConfig
 from quire.models.ropes import HFConfig
 from quire.models.wrappers import WRAPPERS, architecture_of, decoder_entries
 
@@ -164,9 +163,7 @@ def _check(config: ModelConfig) -> None:
     if config.pooling is not None and config.pooling.pooling_type is None:
         raise ModelError(f"the pooling of the family {config.family} has no pooling_type; it must have one")
     factors = [config.embedding_scale, config.logits_divisor, *(rope.factor for rope in config.ropes)]
-    blocks = [part for part in config.parts if isinstance(part, SharedBlockConfig)]
-    inner = [part for block in blocks for part in (block.attention, block.feed_forward)]
-    for part in dict.fromkeys((*config.parts, *inner)):
+    for part in dict.fromkeys(each for whole in config.parts for each in (whole, *whole.inner)):
         factors.append(part.output_scale)
         if isinstance(part, ExpertsConfig):
             _check_experts(part, config.num_layers)

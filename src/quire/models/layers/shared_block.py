@@ -16,7 +16,7 @@ from typing_extensions import override
 from quire.kv.cache.page_layout import KVLayerSpec
 from quire.kv.cache.state_layout import StateSpec
 from quire.models.config import RopeConfig
-from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer
+from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.mamba import MambaConfig
@@ -63,6 +63,11 @@ class SharedBlockConfig(RecurrentConfig):
         "block_output": "linear",
         "mamba_input_norm": "mamba_decoder.input_layernorm",
     }
+
+    @property
+    @override
+    def inner(self) -> tuple[SubLayerConfig, ...]:
+        return self.attention, self.feed_forward
 
     @property
     @override
