@@ -131,6 +131,69 @@ async def test_engines_that_cannot_be_reached_do_not_end_a_request(routed):
     assert (answer.status_code, answer.content) == (200, ANSWER)
 
 
+async def is_down(engine: Engine) -> None:
+    while not engine.failure:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_a_request_that_comes_while_no_engine_is_up_waits_for_one(routed, path):
+    engine, other = FakeEngine(), FakeEngine()
+    http, router = await routed(engine=[engine], recovery_timeout=60, health_interval=0.05)
+    await engine.stop()
+    await is_down(router.engines.by_url[engine.url])
+    answering = asyncio.create_task(http.post(path, json=BODY))
+    while not router.num_serving:
+        await asyncio.sleep(0.01)
+    await other.start()
+    await router.add(Engine(other.url, Role.BOTH))
+    answer = await answering
+    await other.stop()
+    assert (answer.status_code, answer.content) == (200, ANSWER)
+
+
+async def test_a_request_that_waits_for_an_engine_is_prefilled_elsewhere_once_one_is_up(routed):
+    prefill, decode = FakeEngine(), FakeEngine()
+    http, router = await routed(
+        prefill=[prefill], decode=[decode], recovery_timeout=60, health_interval=0.05, min_prefill_bytes=1
+    )
+    await decode.stop()
+    await is_down(router.engines.by_url[decode.url])
+    answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    while not router.num_serving:
+        await asyncio.sleep(0.01)
+    assert not prefill.seen, "its KV would be held for nothing"
+    await decode.start()
+    assert (await answering).status_code == 200
+    assert len(prefill.seen) == 1
+
+
+async def test_a_client_that_leaves_while_no_engine_is_up_is_not_served_any_more(routed):
+    engine = FakeEngine()
+    http, router = await routed(engine=[engine], recovery_timeout=60, health_interval=0.05)
+    await engine.stop()
+    await is_down(router.engines.by_url[engine.url])
+    answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    while not router.num_serving:
+        await asyncio.sleep(0.01)
+    answering.cancel()
+    while router.num_serving:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_request_does_not_wait_for_an_engine_that_was_never_up(routed):
+    engine = FakeEngine()
+    engine.health = None
+    http, router = await routed(recovery_timeout=60, connect_timeout=0.1, health_interval=0.05)
+    await engine.start()
+    await router.add(Engine(engine.url, Role.BOTH))
+    asked_at = asyncio.get_running_loop().time()
+    answer = await http.post("/v1/completions", json=BODY)
+    await engine.stop()
+    assert answer.json()["error"]["code"] == "no_engine"
+    assert asyncio.get_running_loop().time() - asked_at < 30
+
+
 async def test_a_stream_of_an_engine_of_which_nothing_is_heard_ends(routed):
     engine = FakeEngine("hangs in the body")
     http, _ = await routed(engine=[engine], connect_timeout=0.2, health_interval=0.05, recovery_timeout=60)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from fake_upstream import FakeEngine, Seen, check_health
+
+from quire.cluster.engines.registry import Engine, Role
 
 ONE_PROMPT = {"prompt": "Hi" * 20}
 
@@ -171,7 +174,20 @@ async def test_a_body_without_a_model_is_refused_by_any_engine(routed, body):
 
 async def test_a_declared_model_without_engines_is_not_unknown(routed):
     http, router = await routed(engine=[serving("a")])
-    router._models = ("b",)
+    router.engines.models = ("b",)
     answer = await http.post("/v1/completions", json={"model": "b", "prompt": "Hi"})
     assert answer.status_code == 503
     assert json.loads(answer.content)["error"]["code"] == "no_engine"
+
+
+async def test_a_request_for_a_declared_model_waits_for_its_first_engine(routed):
+    http, router = await routed(engine=[serving("a")], recovery_timeout=60)
+    router.engines.models = ("b",)
+    asking = asyncio.create_task(http.post("/v1/completions", json={"model": "b", "prompt": "Hi"}))
+    while not router.num_serving:
+        await asyncio.sleep(0.01)
+    engine = serving("b")
+    await engine.start()
+    await router.add(Engine(engine.url, Role.BOTH))
+    assert (await asking).status_code == 200
+    await engine.stop()

@@ -54,6 +54,15 @@ class Answering:
         self._failure: EngineRequestError | None = None
         self._deadline = math.inf  # for another engine, on the event loop's clock
 
+    async def wait_for_engine(self, prompt: Prompt) -> None:
+        """Wait until an engine can take a prompt, for as long as one may be expected to be up soon."""
+        loop, engines = asyncio.get_running_loop(), self._calls.engines
+        deadline = loop.time() + self._config.recovery_timeout
+        while engines.choose(DECODERS, prompt) is None and engines.is_one_expected(prompt.model):
+            if loop.time() + RETRY_DELAY > deadline:
+                return
+            await asyncio.sleep(RETRY_DELAY)
+
     async def answer(
         self, asked: EngineRequest, body: GenerationBody | OtherBody, prefills: Prefills | None = None
     ) -> None:

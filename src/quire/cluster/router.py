@@ -47,8 +47,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, models: Collection[str] = ()) -> None:
         self.config = config
-        self._models = models
-        self.engines = Engines(PrefixMemory(config.max_remembered_chunks))
+        self.engines = Engines(PrefixMemory(config.max_remembered_chunks), models)
         self.metrics = RouterMetrics(self.engines.by_url.values())
         self.calls = LiveCalls()
         self.is_stopping = False
@@ -150,6 +149,7 @@ class Router:
         asked = self._asked(request)
         await self._look_up(request.path, request.body, generation.prompt)
         async with self._ended_by_stop(request) as answering:
+            await answering.wait_for_engine(generation.prompt)
             if not self._is_worth_a_prefill(generation):
                 await answering.answer(asked, generation)
                 return
@@ -179,7 +179,9 @@ class Router:
                 named = owners.named_in(request)
                 await owners.answer_by_owner(self._calls, asked, named, answering.answer_from, model)
             else:
-                await answering.answer(asked, OtherBody(request.body, model))
+                body = OtherBody(request.body, model)
+                await answering.wait_for_engine(body.prompt)
+                await answering.answer(asked, body)
 
     async def upload(self, request: ClientRequest) -> None:
         """Have a decode engine store a file, which is passed on as it arrives.
@@ -229,7 +231,7 @@ class Router:
 
     def _known_model(self, name: str) -> str:
         """Return a model's name; empty, so that any engine refuses it, if none serves it."""
-        return name if name in self._models or self.engines.of(DECODERS, name) else ""
+        return name if name in self.engines.models or self.engines.of(DECODERS, name) else ""
 
     async def _look_up(self, path: str, body: bytes, prompt: Prompt) -> None:
         """Look up the cached part of a prompt on engines whose KV events are followed."""

@@ -61,6 +61,7 @@ class Engine:
         self.role = role
         self.key = key
         self.is_draining = False
+        self.has_been_up = False
         self.failure: str | None = NOT_CHECKED
         self.id = next(_ids)  # a new one after each failure, which may lose the cache
         self.models: dict[str, ModelCard] | None = None  # by name without `LATEST`; None: it does not say
@@ -111,6 +112,7 @@ class Engine:
 
     def mark_up(self) -> None:
         """Send requests again."""
+        self.has_been_up = True
         self.failure = None
         self.is_lost = False
 
@@ -183,16 +185,23 @@ class Engines:
 
     Args:
         memory: remembers the prompts that engines have been sent.
+        models: names of models that are served even while no known engine has them.
     """
 
-    def __init__(self, memory: PrefixMemory) -> None:
+    def __init__(self, memory: PrefixMemory, models: Collection[str] = ()) -> None:
         self.by_url: dict[str, Engine] = {}
+        self.models = models
         self._memory = memory
         self._turns = itertools.count(1)
 
     def of(self, roles: Collection[Role], model: str = "") -> list[Engine]:
         """Return the engines with one of these roles that serve a model, usable or not."""
         return [one for one in self.by_url.values() if one.role in roles and one.serves(model)]
+
+    def is_one_expected(self, model: str) -> bool:
+        """Whether an engine that generates with a model may be up soon, as one has been or should be."""
+        is_declared = model in self.models if model else bool(self.models)
+        return is_declared or any(engine.has_been_up for engine in self.of(DECODERS, model))
 
     def model_cards(self) -> list[ModelCard]:
         """Return the models of engines that generate, by what these say, each name once and in order."""
