@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine, check_health
+from fake_upstream import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine, check_health
 
 from quire.cluster.app import create_app
 from quire.cluster.engines.registry import Engine, Role
@@ -166,6 +166,23 @@ async def test_a_request_that_waits_for_an_engine_is_prefilled_elsewhere_once_on
     await decode.start()
     assert (await answering).status_code == 200
     assert len(prefill.seen) == 1
+
+
+async def test_a_request_waits_for_an_engine_that_goes_down_during_its_prefill(routed):
+    prefill, decode = FakeEngine("waits"), FakeEngine()
+    http, router = await routed(
+        prefill=[prefill], decode=[decode], recovery_timeout=60, health_interval=0.05, min_prefill_bytes=1
+    )
+    answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    await prefill.got_one.wait()
+    await decode.stop()
+    await is_down(router.engines.by_url[decode.url])
+    prefill.may_go_on.set()
+    while router.engines.by_url[prefill.url].num_requests:
+        await asyncio.sleep(0.01)
+    await decode.start()
+    assert (await answering).status_code == 200
+    assert decode.seen[-1].body["kv_transfer_params"] == PARAMS
 
 
 async def test_a_client_that_leaves_while_no_engine_is_up_is_not_served_any_more(routed):

@@ -54,14 +54,17 @@ class Answering:
         self._failure: EngineRequestError | None = None
         self._deadline = math.inf  # for another engine, on the event loop's clock
 
-    async def wait_for_engine(self, prompt: Prompt) -> None:
-        """Wait until an engine can take a prompt, for as long as one may be expected to be up soon."""
-        loop, engines = asyncio.get_running_loop(), self._calls.engines
-        deadline = loop.time() + self._config.recovery_timeout
-        while engines.choose(DECODERS, prompt) is None and engines.is_one_expected(prompt.model):
-            if loop.time() + RETRY_DELAY > deadline:
-                return
+    async def wait_for_engine(self, prompt: Prompt) -> Engine | None:
+        """Return the engine to try next, when one is up and not busy; None: none can be expected to be."""
+        loop = asyncio.get_running_loop()
+        if self._failure is None:
+            self._deadline = loop.time() + self._config.recovery_timeout
+        while (engine := self._choose(prompt)) is None:
+            if not self._may_wait(prompt) or loop.time() + RETRY_DELAY > self._deadline:
+                return None
             await asyncio.sleep(RETRY_DELAY)
+            self._tried.clear()
+        return engine
 
     async def answer(
         self, asked: EngineRequest, body: GenerationBody | OtherBody, prefills: Prefills | None = None
@@ -78,7 +81,8 @@ class Answering:
         """
         prefill = None if prefills is None else await prefills.next()
         num_begun = 0  # attempts that an engine may take for live
-        while (engine := await self._next_engine(body.prompt)) is not None:
+        while (engine := await self.wait_for_engine(body.prompt)) is not None:
+            self._tried.append(engine)
             headers = asked.headers_for(f"again{num_begun}") if num_begun else asked.headers
             request = self._relay.asked(
                 dataclasses.replace(asked, headers=headers),
@@ -168,21 +172,11 @@ class Answering:
             return None
         return self._calls.engines.choose(DECODERS, prompt, excluded=self._tried)
 
-    async def _next_engine(self, prompt: Prompt) -> Engine | None:
-        """Return the next engine to try; after a failure, wait for one that is up and not busy."""
-        loop = asyncio.get_running_loop()
-        while (engine := self._choose(prompt)) is None:
-            failure = self._failure
-            if failure is None or self._num_failures >= MAX_ATTEMPTS:
-                return None
-            if failure.timed_out and failure.was_reached:
-                return None
-            if loop.time() + RETRY_DELAY > self._deadline:
-                return None
-            await asyncio.sleep(RETRY_DELAY)
-            self._tried.clear()
-        self._tried.append(engine)
-        return engine
+    def _may_wait(self, prompt: Prompt) -> bool:
+        failure = self._failure
+        if failure is None:
+            return self._calls.engines.is_one_expected(prompt.model)
+        return self._num_failures < MAX_ATTEMPTS and not (failure.timed_out and failure.was_reached)
 
     def _note(self, error: EngineRequestError, *, is_first: bool) -> None:
         """Note an engine's failure, the first one since the last event or not."""

@@ -179,9 +179,7 @@ class Router:
                 named = owners.named_in(request)
                 await owners.answer_by_owner(self._calls, asked, named, answering.answer_from, model)
             else:
-                body = OtherBody(request.body, model)
-                await answering.wait_for_engine(body.prompt)
-                await answering.answer(asked, body)
+                await answering.answer(asked, OtherBody(request.body, model))
 
     async def upload(self, request: ClientRequest) -> None:
         """Have a decode engine store a file, which is passed on as it arrives.
