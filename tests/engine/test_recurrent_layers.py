@@ -280,11 +280,58 @@ def test_the_plan_has_the_bytes_of_all_states(path):
     assert num_checkpoints(40, enable_prefix_caching=False) == 0
 
 
-def test_a_draft_model_with_states_is_refused_by_name(path, tmp_path):
+def with_itself_as_draft_model(path: Path, **options: Any) -> Engine:
+    speculation = SpeculationConfig(
+        speculative_method="draft-model", draft_model=str(path), num_speculative_tokens=4
+    )
+    return Engine(path, speculation=speculation, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": True},
+        {"max_num_batched_tokens": 7},
+        {"num_kv_blocks": 32, "max_num_seqs": 3},
+        {"num_linear_attention_blocks": 5},
+        {"num_linear_attention_blocks": 4},
+        {"enable_prefix_caching": False},
+    ],
+)
+def test_a_draft_model_with_states_is_right_whenever_it_is_the_model_itself(path, expected, options):
+    """Whatever is restored, its states are those of the model, so it proposes the model's tokens."""
+    engine = with_itself_as_draft_model(path, **options)
+    for _ in range(3):
+        assert engine.answers(prompts()) == expected
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 50
+
+
+def test_a_draft_model_with_states_is_right_in_samples_of_one_prompt(path):
+    engine = with_itself_as_draft_model(path)
+    alone = Engine(path).answers(prompts()[3:], seed=3, n=3, temperature=1e-6)
+    assert engine.answers(prompts()[3:], seed=3, n=3, temperature=1e-6) == alone
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 20
+
+
+def test_the_plan_has_the_bytes_of_a_draft_models_states(path):
+    model = read_model_config(path)
+    layout = StateLayout.of(model.state_layers, "float32")
+    config = EngineConfig(model=str(path), dtype="float32", scheduler=SchedulerConfig(**SCHEDULER))
+    plan = plan_memory(config, model, draft_model=model, available_bytes=10**9)
+    assert plan.state_bytes == (2 * 20 + 4) * layout.bytes_per_state
+
+
+def test_a_draft_model_with_states_is_refused_beside_a_model_without(path, tmp_path):
     target = make_checkpoint("llama", tmp_path / "target", max_position_embeddings=512)
     speculation = SpeculationConfig(speculative_method="draft-model", draft_model=str(path))
-    with pytest.raises(ConfigError, match=r"draft_model is .* has recurrent layers"):
+    with pytest.raises(ConfigError, match=r"draft_model is .* has recurrent layers, but .*target' has none"):
         Engine(target, speculation=speculation)
+
+
+def test_a_draft_model_with_states_is_refused_where_states_are_moved(path):
+    with pytest.raises(ConfigError, match=r"has recurrent layers, and KVTierConfig.kv_tier is 'memory'"):
+        with_itself_as_draft_model(path, kv_tiering=KVTierConfig(kv_tier="memory"))
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft-model"])

@@ -16,8 +16,10 @@ from quire.models.weights import count_parameters
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SpeculationConfig
     from quire.engine.memory.plan import MemoryPlan
+    from quire.execution.drafts.draft_states import DraftStates
     from quire.execution.drafts.proposer import Proposer
     from quire.execution.step_graphs import Capture
+    from quire.kv.cache.state_cache import StateCache
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.decoder import Decoder
 
@@ -42,8 +44,9 @@ def find_draft_model(
         weights: download the weights too, if the model has to be downloaded.
 
     Raises:
-        ConfigError: it has recurrent layers; or its vocabulary has another size than the target model's, and
-            an id that both have stands for different tokens.
+        ConfigError: it has recurrent layers, and the target model has none or its states are moved with KV;
+            or its vocabulary has another size than the target model's, and an id that both have stands for
+            different tokens.
         ModelError: it cannot be found, is malformed or is not supported, or there is no tokenizer to compare.
     """
     name = config.speculation.draft_model
@@ -52,14 +55,29 @@ def find_draft_model(
     path = resolve_model(name, weights=weights)
     draft = read_model_config(path)
     if draft.has_states:
-        raise ConfigError(
-            f"SpeculationConfig.draft_model is {name!r}, a {draft.architecture}, which has recurrent layers: "
-            "their states are kept of the target model only; choose another model"
-        )
+        _check_states(config, model, draft)
     if draft.vocab_size != model.vocab_size:
         own = resolve_model(config.tokenizer, weights=False) if config.tokenizer else model_path
         _check_tokens(config, (model.vocab_size, _tokens(own)), (draft.vocab_size, _tokens(path)))
     return DraftModel(path, draft)
+
+
+def _check_states(config: EngineConfig, model: ModelConfig, draft: ModelConfig) -> None:
+    """Raise ConfigError if the states of a draft model cannot be kept as part of the target model's."""
+    given = (
+        f"SpeculationConfig.draft_model is {config.speculation.draft_model!r}, a {draft.architecture}, which "
+        "has recurrent layers"
+    )
+    if not model.has_states:
+        raise ConfigError(
+            f"{given}, but {config.model!r} has none, beside whose states its own could be kept; choose a "
+            "draft model without such layers"
+        )
+    for field, value in config.moves_kv_by.items():
+        raise ConfigError(
+            f"{given}, and {field} is {value!r}: an engine that reads these states may have no such draft "
+            "model; set one of them to its default"
+        )
 
 
 def _tokens(path: Path) -> dict[int, str]:
@@ -102,6 +120,7 @@ def build_proposer(
     plan: MemoryPlan,
     *,
     vocab_size: int,
+    states: StateCache | None = None,
     capture: Capture | None = None,
 ) -> Proposer | None:
     """Return the proposer of drafts, or None without speculation; allocates the draft model's KV cache.
@@ -111,6 +130,7 @@ def build_proposer(
         draft_model: the model that drafts, if any.
         plan: of memory.
         vocab_size: of the target model.
+        states: of recurrent layers of both models, if there are any.
         capture: captures the draft model's steps.
     """
     speculation = config.speculation
@@ -132,10 +152,25 @@ def build_proposer(
 
     assert plan.draft_cache is not None
     kv_cache = PagedAttentionCache.on_device(plan.draft_cache, draft_model.kernels.device)
+    own_states = _draft_states(draft_model, plan, states)
     graphs = None
-    if capture is not None:
+    if capture is not None and own_states is None:
         graphs = DraftGraphs(draft_model, kv_cache, capture, config.scheduler.max_num_batched_tokens)
-    return DraftModelProposer(draft_model, kv_cache, graphs, vocab_size=vocab_size)
+    return DraftModelProposer(draft_model, kv_cache, graphs, vocab_size=vocab_size, states=own_states)
+
+
+def _draft_states(draft_model: Decoder, plan: MemoryPlan, states: StateCache | None) -> DraftStates | None:
+    """Return the states of the draft model's recurrent layers; None: it has no such layers."""
+    if states is None or plan.states is None or plan.states.draft_layout is None:
+        return None
+    from quire.execution.drafts.draft_states import DraftStates
+    from quire.kv.cache.state_cache import StateCache
+
+    layout, num_slots = plan.states.draft_layout, states.num_slots
+    copies = StateCache.on_device(
+        layout, draft_model.kernels.device, num_slots=num_slots, num_states=num_slots
+    )
+    return DraftStates(states.layers[-len(layout.layers) :], copies)
 
 
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:

@@ -88,15 +88,21 @@ def build_runner(
     scheduler = config.scheduler
     capture_drafts = None if models.draft is None else _capture(config, models.draft)
     kv_caches, states = _kv_caches(models, plan)
+    proposer = build_proposer(
+        config,
+        models.draft,
+        plan,
+        vocab_size=models.target.config.vocab_size,
+        states=states,
+        capture=capture_drafts,
+    )
     runner = ModelRunner(
         models.target,
         kv_caches,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
-        proposer=build_proposer(
-            config, models.draft, plan, vocab_size=models.target.config.vocab_size, capture=capture_drafts
-        ),
+        proposer=proposer,
         connector=connector,
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
@@ -124,6 +130,8 @@ def _kv_caches(
         leading = None
         if states is not None:
             own = StateLayout.of(models.target.config.state_layers, plan.dtype)
+            if states.draft_layout is not None:
+                own = own.followed_by(states.draft_layout)
             leading = LeadingStates.leading(
                 own, device, models.ranks, num_slots=states.num_slots, num_states=states.num_states
             )

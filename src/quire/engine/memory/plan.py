@@ -148,8 +148,8 @@ class MemoryPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers."""
-        return 0 if self.states is None else self.states.num_bytes
+        """Bytes of the states of recurrent layers, of the draft model's, too."""
+        return 0 if self.states is None else self.states.num_bytes + self.states.draft_bytes
 
     @property
     def blocks_text(self) -> str:
@@ -219,9 +219,10 @@ def plan_memory(
     models = [model_sizes(config, model, size)]
     if draft_model is not None:
         models.append(model_sizes(config, draft_model, 1))
-    layout = StateLayout.of(models[0].model.state_layers, models[0].dtype)
+    layout, draft_layout = _state_layouts(models)
     if layout.bytes_per_state:
-        scheduler = with_fitting_states(config.scheduler, layout, available)
+        num_bytes = layout.bytes_per_state + (0 if draft_layout is None else draft_layout.bytes_per_state)
+        scheduler = with_fitting_states(config.scheduler, num_bytes, available)
         config = dataclasses.replace(config, scheduler=scheduler)
 
     def plan_at(length: int) -> MemoryPlan:
@@ -333,13 +334,22 @@ def _plan_at(
         is_measured=measured_bytes is not None,
         stages_kv=stages_kv(config),
     )
-    layout = StateLayout.of(target.model.state_layers, target.dtype)
+    layout, draft_layout = _state_layouts(models)
     if layout.bytes_per_state:
         if config.moves_kv_by:
             layout = layout.in_pieces(sum(cache.bytes_per_block for cache in caches))
         free = available_bytes - empty.taken_bytes
-        empty = dataclasses.replace(empty, states=StateSizes.of(scheduler, layout, free))
+        states = StateSizes.of(scheduler, layout, free, draft_layout)
+        empty = dataclasses.replace(empty, states=states)
     return empty.with_blocks(empty.group_sizes.num_blocks(_num_blocks(config, empty)))
+
+
+def _state_layouts(models: Sequence[ModelSizes]) -> tuple[StateLayout, StateLayout | None]:
+    """Return the layout of the states of all models, and that of the draft model's part, if it has any."""
+    target, *drafts = (StateLayout.of(each.model.state_layers, each.dtype) for each in models)
+    if not drafts or not drafts[0].bytes_per_state:
+        return target, None
+    return target.followed_by(drafts[0]), drafts[0]
 
 
 def _estimated_bytes(config: EngineConfig, sizes: ModelSizes, length: int) -> int:

@@ -25,16 +25,16 @@ _MIN_INTERVAL, _MAX_INTERVAL = 8, 256  # blocks
 
 
 def with_fitting_states(
-    scheduler: SchedulerConfig, layout: StateLayout, available_bytes: int
+    scheduler: SchedulerConfig, bytes_per_sequence: int, available_bytes: int
 ) -> SchedulerConfig:
     """Return a scheduler's configuration with as many sequences as have states within their share of memory.
 
     Args:
         scheduler: how many are asked for.
-        layout: with any bytes.
+        bytes_per_sequence: of states, at least 1.
         available_bytes: of memory.
     """
-    most = max(1, int(available_bytes * SEQUENCE_SHARE) // layout.bytes_per_state)
+    most = max(1, int(available_bytes * SEQUENCE_SHARE) // bytes_per_sequence)
     return dataclasses.replace(scheduler, max_num_seqs=min(scheduler.max_num_seqs, most))
 
 
@@ -46,20 +46,30 @@ class StateSizes:
         layout: what lies where in a state.
         num_slots: sequences that run at once.
         num_checkpoints: states that are kept for the prefix cache.
+        draft_layout: of the draft model's part of a state, which lies last, and of which each sequence has
+            another for drafts; None: it has none.
     """
 
     layout: StateLayout
     num_slots: int
     num_checkpoints: int
+    draft_layout: StateLayout | None = None
 
     @classmethod
-    def of(cls, scheduler: SchedulerConfig, layout: StateLayout, free_bytes: int) -> StateSizes:
+    def of(
+        cls,
+        scheduler: SchedulerConfig,
+        layout: StateLayout,
+        free_bytes: int,
+        draft_layout: StateLayout | None = None,
+    ) -> StateSizes:
         """Return the states for an engine with this scheduler.
 
         Args:
             scheduler: says how many sequences run, and how many states there are.
             layout: with any bytes.
             free_bytes: for KV and states; may be negative.
+            draft_layout: as for `StateSizes`.
 
         Raises:
             ConfigError: there are fewer states than sequences.
@@ -77,7 +87,7 @@ class StateSizes:
         else:
             fitting = int(free_bytes * CHECKPOINT_SHARE) // layout.bytes_per_state
             num_checkpoints = max(0, min(CHECKPOINTS_PER_SEQUENCE * num_slots, fitting))
-        return cls(layout, num_slots, num_checkpoints)
+        return cls(layout, num_slots, num_checkpoints, draft_layout)
 
     @property
     def num_states(self) -> int:
@@ -88,6 +98,11 @@ class StateSizes:
     def num_bytes(self) -> int:
         """Bytes of all states."""
         return self.num_states * self.layout.bytes_per_state
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the states on which drafts are made."""
+        return 0 if self.draft_layout is None else self.num_slots * self.draft_layout.bytes_per_state
 
     def for_scheduler(self, scheduler: SchedulerConfig, kv_bytes_per_block: int) -> StateSlots:
         """Return what the scheduler needs to know of the states.

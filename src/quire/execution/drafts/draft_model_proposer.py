@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from quire.execution.drafts.draft_states import DraftStates
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.execution.step_graphs import Capture, StepGraphs
 from quire.kernels.attention.batch import AttentionBatch
@@ -69,6 +70,9 @@ class DraftModelProposer(Proposer):
 
     A token that it has chosen stays on the device for the next one, and the host waits for all of them once.
 
+    States of its recurrent layers are part of the target's, so they lie before the last tokens that were
+    accepted; it computes these again on copies, which go on with its drafts.
+
     A token id that only the target has, such as one that pads its vocabulary, is computed as the last one of
     the model; one that only the model has is never proposed.
 
@@ -77,6 +81,7 @@ class DraftModelProposer(Proposer):
         kv_cache: its own, with as many blocks, of as many tokens, as the target's.
         graphs: of the model and the cache; None: nothing is captured.
         vocab_size: number of token ids that the target has; None: as many as the model.
+        states: of its recurrent layers, without graphs; None: it has no such layers.
     """
 
     follows_tokens = True
@@ -88,10 +93,12 @@ class DraftModelProposer(Proposer):
         graphs: DraftGraphs | None = None,
         *,
         vocab_size: int | None = None,
+        states: DraftStates | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._graphs = graphs
+        self._states = states
         self._num_ids = model.config.vocab_size
         self._target_ids = self._num_ids if vocab_size is None else vocab_size
 
@@ -108,6 +115,8 @@ class DraftModelProposer(Proposer):
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_captured: bool) -> None:
         if self._target_ids > self._num_ids:
             token_ids = token_ids.clamp(max=self._num_ids - 1)
+        if self._states is not None:
+            batch = self._states.followed(batch)
         if self._graphs is not None and is_captured:
             self._graphs.forward(token_ids, batch)
         else:
@@ -118,32 +127,59 @@ class DraftModelProposer(Proposer):
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]."""
         positions_left = rows.num_blocks[rows.slots] * self._kv_cache.block_size - (rows.num_tokens - 1)
         count = np.minimum(rows.max_drafts, positions_left)
-        last_known = rows.token_ids[rows.slots, rows.num_tokens - 1].astype(np.int64)
-        last = array_to_device(np.minimum(last_known, self._num_ids - 1), self._model.kernels.device)
+        device = self._model.kernels.device
+        last = torch.zeros(len(count), dtype=torch.int64, device=device)
         drafts = last.new_full((num_drafts, len(count)), NO_TOKEN)
         for number in range(min(num_drafts, int(count.max(initial=0)))):
             live = np.flatnonzero(count > number)
-            places = array_to_device(live, last.device)
-            logits = self._logits(last[places], self._batch(rows, live, number))
+            places = array_to_device(live, device)
+            if number:
+                start = rows.num_tokens[live] - 1 + number
+                token_ids = last[places]
+            else:
+                start = self._first_to_compute(rows, live)
+                token_ids = array_to_device(self._known(rows, live, start), device)
+            logits = self._logits(token_ids, self._batch(rows, live, start, number))
             maxima, chosen = logits[:, : self._target_ids].max(dim=1)
             last[places] = chosen
             drafts[number, places] = torch.where(maxima.isfinite(), chosen, NO_TOKEN)
         return _until_missing(drafts.T.cpu().numpy().astype(np.int32))
 
-    def _batch(self, rows: RowsToContinue, live: Int64Array, number: int) -> AttentionBatch:
-        """Return the step that computes one token of each `live` row, `number` after its last known one."""
+    def _first_to_compute(self, rows: RowsToContinue, live: Int64Array) -> Int64Array:
+        """Return where each `live` row is computed from, its last known token or one before it."""
+        if self._states is None:
+            return rows.num_tokens[live] - 1
+        return self._states.begin(rows.slots[live])
+
+    def _known(self, rows: RowsToContinue, live: Int64Array, start: Int64Array) -> Int64Array:
+        """Return the known tokens of each `live` row from a place on, row after row."""
+        counts = rows.num_tokens[live] - start
+        first = np.cumsum(counts) - counts
+        places = np.arange(counts.sum()) + np.repeat(start - first, counts)
+        token_ids = rows.token_ids[np.repeat(rows.slots[live], counts), places].astype(np.int64)
+        known: Int64Array = np.minimum(token_ids, self._num_ids - 1)
+        return known
+
+    def _batch(
+        self, rows: RowsToContinue, live: Int64Array, start: Int64Array, number: int
+    ) -> AttentionBatch:
+        """Return the step of each `live` row from a place to `number` tokens after its last known one."""
         slots = rows.slots[live]
         return AttentionBatch.build(
-            rows.num_tokens[live] - 1 + number,
-            np.ones(len(live), dtype=np.int64),
+            start,
+            rows.num_tokens[live] + number - start,
             rows.block_tables[slots, : rows.num_blocks[slots].max()],
             self._kv_cache.block_size,
+            states=None if self._states is None else self._states.of_drafts(slots),
         )
 
     def _logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        if self._graphs is not None:
+        """Return the logits of the last token of each sequence."""
+        if self._graphs is not None:  # one token of each
             return self._graphs.logits(token_ids, batch)
-        return self._model.logits(self._model.forward(token_ids, self._kv_cache.views, batch))
+        hidden = self._model.forward(token_ids, self._kv_cache.views, batch)
+        last = array_to_device(np.cumsum(batch.num_tokens) - 1, hidden.device)
+        return self._model.logits(hidden[last])
 
 
 def _until_missing(drafts: IntArray) -> IntArray:

@@ -76,6 +76,14 @@ class StateLayout:
         num_bytes = -(-self.bytes_per_state // step) * step
         return StateLayout(self.layers, num_bytes, num_bytes // bytes_per_piece)
 
+    def followed_by(self, other: StateLayout) -> StateLayout:
+        """Return the layout of states that hold those of another model, too: its layers behind these."""
+        moved = tuple(
+            tuple(dataclasses.replace(part, offset=part.offset + self.bytes_per_state) for part in layer)
+            for layer in other.layers
+        )
+        return StateLayout(self.layers + moved, self.bytes_per_state + other.bytes_per_state)
+
     @classmethod
     def of(cls, specs: Sequence[StateSpec | None], dtype: str) -> StateLayout:
         """Lay out the states of a model.
