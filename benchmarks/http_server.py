@@ -113,14 +113,16 @@ async def serve_until_killed(bound: socket.socket) -> None:
         await asyncio.Event().wait()
 
 
-async def requests_per_second(port: int, num_connections: int, num_requests: int) -> float:
+async def requests_per_second(
+    port: int, num_connections: int, num_requests: int, request: bytes = REQUEST
+) -> float:
     """Send all requests, each connection the next one as soon as it has its answer."""
     remaining = iter(range(num_requests))
 
     async def send_in_turn() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in remaining:
-            writer.write(REQUEST)
+            writer.write(request)
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             if not head.startswith(b"http/1.1 200"):
                 raise SystemExit(head.decode())
