@@ -88,11 +88,12 @@ class Pooler:
         if ended.size:
             divisors = np.where(kinds == "mean", self._batch.num_prompt_tokens[slots], 1)[ended]
             pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu()
-            for row, values in zip(ended.tolist(), pooled / torch.from_numpy(divisors)[:, None], strict=True):
-                if kinds[row] == "all":
-                    made = torch.cat(self._token_rows.pop(int(slots[row]))).double()
-                else:
-                    made = through(self._row_layers, values.float()).double() if self._row_layers else values
+            pooled /= torch.from_numpy(divisors)[:, None]
+            if self._row_layers:
+                pooled = through(self._row_layers, pooled).double()
+            for row, values in zip(ended.tolist(), pooled, strict=True):
+                is_of_tokens = kinds[row] == "all"
+                made = torch.cat(self._token_rows.pop(int(slots[row]))).double() if is_of_tokens else values
                 if self._activation and params[row].activation is not False:
                     made = _ACTIVATIONS[self._activation](made)
                 _report(result, output.request_ids[row], made.numpy(), params[row])
@@ -103,9 +104,8 @@ class Pooler:
         for row in rows.tolist():
             if not output.num_computed_tokens[row]:
                 self._token_rows[int(output.slots[row])] = []
-            states = hidden[int(starts[row]) : int(starts[row] + output.num_tokens[row])].float().cpu()
-            made = torch.stack([through(self._row_layers, state) for state in states])
-            self._token_rows[int(output.slots[row])].append(made)
+            states = hidden[int(starts[row]) : int(starts[row] + output.num_tokens[row])]
+            self._token_rows[int(output.slots[row])].append(through(self._row_layers, states))
 
     def token_types(self, output: SchedulerOutput) -> torch.Tensor | None:
         """Return the type of each of a step's tokens, [T]; None: all are of the first."""

@@ -217,7 +217,9 @@ class _Loader:
         layer = self.model.row_layers[number]
         if layer.tokens:
             weight = weight[-1:] - weight[:-1].sum(0)
-        return DenseRows(weight, bias, layer.activation, norm, norm_bias, self.model.norm_eps)
+        kernels = kernel_set() if self.kernels.device.type == "cuda" else self.kernels
+        linear = kernels.linear([weight], bias, dtype=torch.float32)
+        return DenseRows(linear, layer.activation, norm, norm_bias, self.model.norm_eps)
 
     def norm(self, field: str) -> torch.Tensor | None:
         weight = self.tensor(field)
