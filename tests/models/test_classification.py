@@ -175,7 +175,9 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
             llm.embed("a")
         with pytest.raises(InvalidRequestError, match="scores 3 labels, and a score is of one"):
             llm.score("a", "b")
-        with pytest.raises(InvalidRequestError, match="2 first texts and 3 second ones"):
+        with pytest.raises(
+            InvalidRequestError, match="texts_1 has 2 texts and texts_2 3; there must be one in texts_1"
+        ):
             llm.score(["a", "b"], ["c", "d", "e"])
         for first, second in (("", "b"), ("a", ""), ("a", 3)):
             with pytest.raises(InvalidRequestError):

@@ -125,20 +125,20 @@ def _require_mappings(given: Any, name: str) -> None:
             )
 
 
-def text_pairs(texts_1: Any, texts_2: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of texts: one with each of the others, or each with its counterpart.
+def text_pairs(**named: Any) -> list[tuple[Any, Any]]:
+    """Return pairs of the texts of two arguments: one with each of the others, or each with its counterpart.
 
     Raises:
         InvalidRequestError: they are no texts, or not equally many.
     """
-    for name, texts in (("texts_1", texts_1), ("texts_2", texts_2)):
+    for name, texts in named.items():
         _require_sequence(texts, name, "a text, or a list of texts")
-    first, second = ([texts] if isinstance(texts, str) else list(texts) for texts in (texts_1, texts_2))
+    first, second = ([texts] if isinstance(texts, str) else list(texts) for texts in named.values())
     if len(first) not in (1, len(second)):
+        one, other = named
         raise InvalidRequestError(
-            f"there are {len(first)} first texts and {len(second)} second ones; there must be one first "
-            "text, or as many",
-            param="texts_1",
+            f"{one} has {len(first)} texts and {other} {len(second)}; there must be one in {one}, or as many",
+            param=one,
         )
     return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 

@@ -271,7 +271,7 @@ class LLM:
         self._session.wait_until_ready()
         inputs = self._session.requests.inputs
         params = PoolingParams() if pooling_params is None else pooling_params
-        pairs = text_pairs(texts_1, texts_2)
+        pairs = text_pairs(texts_1=texts_1, texts_2=texts_2)
         run = functools.partial(
             self._run, snapshot=RequestState.pooling_snapshot, progress=progress, use_tqdm=use_tqdm
         )

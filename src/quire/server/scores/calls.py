@@ -15,6 +15,7 @@ from starlette.responses import Response
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
+from quire.front.arguments import text_pairs
 from quire.front.similarity import likeness
 from quire.limits import PositiveInt
 from quire.pooling_params import PoolingParams
@@ -77,21 +78,6 @@ class ScoreRequest(ModelBody):
     text_1: TextOrTexts = Field(description="A text, which all of text_2 are scored with, or one for each.")
     text_2: TextOrTexts = Field(description="The others; truncate_prompt_tokens cuts their ends off.")
     activation: bool | None = optional_field(PoolingParams, "activation")
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Return the texts that are scored together.
-
-        Raises:
-            InvalidRequestError: there are not equally many.
-        """
-        first, second = ([one] if isinstance(one, str) else one for one in (self.text_1, self.text_2))
-        if len(first) not in (1, len(second)):
-            raise InvalidRequestError(
-                f"text_1 has {len(first)} texts and text_2 {len(second)}; there must be one in text_1, or as "
-                "many",
-                param="text_1",
-            )
-        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
 class Document(StrictModel):
@@ -277,7 +263,7 @@ class ScoreCall(PairCall[ScoreRequest], ListedRows[ScoreRequest]):
     def __init__(self, request: Request, body: ScoreRequest) -> None:
         super().__init__(request, body)
         self._params_of_rows = PoolingParams(activation=body.activation)
-        self.pairs = body.pairs()
+        self.pairs = text_pairs(text_1=body.text_1, text_2=body.text_2)
         self.names = [f"text_2[{index}]" for index in range(len(self.pairs))]
 
     @override
