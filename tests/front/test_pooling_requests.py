@@ -12,6 +12,7 @@ from test_input_processor import INFO, TOKENIZER
 from quire.engine.messages import Ready, StepOutputs, decode_from_engine, decode_to_engine, encode
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.front.process.resumption import continuation
+from quire.front.similarity import different_texts
 from quire.front.text.input_processor import InputProcessor
 from quire.front.text.output_processor import OutputProcessor, RequestState
 from quire.pooling_params import PoolingParams
@@ -110,3 +111,10 @@ def test_an_output_is_a_row_or_why_there_is_none(inputs, end, data, error):
     else:
         np.testing.assert_array_equal(output.outputs.data, data)
         assert not output.outputs.data.flags.writeable
+
+
+def test_each_different_text_of_a_side_is_embedded_once() -> None:
+    texts, numbers = different_texts([("a", "b"), ("a", "a"), ("c", "b"), ("a", "b")])
+    assert texts == [(0, "a"), (0, "c"), (1, "b"), (1, "a")]
+    assert numbers == [(0, 2), (0, 3), (1, 2), (0, 2)]
+    assert different_texts([]) == ([], [])

@@ -157,6 +157,9 @@ def test_embeddings_are_compared(tmp_path: Path) -> None:
         assert outputs[0].prompt_token_ids == [*first, *second]
         several = llm.score([QUERY, "ab"], DOCUMENTS[:2], prompt_name="query")
         assert several[0].outputs.data.tobytes() == outputs[0].outputs.data.tobytes()
+        again = llm.score([QUERY] * 4, [*DOCUMENTS, DOCUMENTS[0]], prompt_name="query")
+        assert [data.tobytes() for data in rows(again[:3])] == [data.tobytes() for data in rows(outputs)]
+        assert again[3].request_id == again[0].request_id
         [same] = llm.score("world " * 600, "world " * 500, truncate_prompt_tokens=20)
         assert same.outputs.data == pytest.approx(1)
         for first_text, second_text in (("", "b"), ("a", ""), ("a", [[5]]), ("a", [3])):

@@ -24,7 +24,7 @@ from quire.front.batch import Batch, Output
 from quire.front.kv_files import KVSaving, Prompt, restore_message
 from quire.front.progress import batch_progress
 from quire.front.session import Session
-from quire.front.similarity import pair_output
+from quire.front.similarity import different_texts, pair_output
 from quire.front.text.input_processor import InputProcessor, ProcessedRequest
 from quire.front.text.output_processor import RequestState
 from quire.pooling_params import PoolingParams
@@ -379,17 +379,14 @@ def _similarities(
     """Return the scores of pairs of texts, of which each different one is embedded once."""
     for text in itertools.chain.from_iterable(pairs):
         require_text(text, "prompt", allow_empty=False)
-    firsts, seconds = (list(dict.fromkeys(pair[side] for pair in pairs)) for side in (0, 1))
-
-    def embedded(text: str, name: str | None) -> ProcessedRequest:
-        own = {"truncation_side": "right", **options, "prompt_name": name}
-        return inputs.process_pooling(text, params, task="embed", **own)
-
+    options = {"truncation_side": "right", **options}
+    texts, numbers = different_texts(pairs)
     outputs = run(
-        [embedded(text, prompt_name) for text in firsts] + [embedded(text, None) for text in seconds]
+        [
+            inputs.process_pooling(
+                text, params, task="embed", prompt_name=None if side else prompt_name, **options
+            )
+            for side, text in texts
+        ]
     )
-    of_first = dict(zip(firsts, outputs, strict=False))
-    of_second = dict(zip(seconds, outputs[len(firsts) :], strict=True))
-    return [
-        pair_output(inputs.info.similarity, of_first[first], of_second[second]) for first, second in pairs
-    ]
+    return [pair_output(inputs.info.similarity, outputs[one], outputs[other]) for one, other in numbers]

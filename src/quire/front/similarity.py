@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,13 @@ _FUNCTIONS: dict[str, Callable[[_Numbers, _Numbers], float]] = {
     "euclidean": lambda one, other: -math.sqrt((one - other) @ (one - other)),
     "manhattan": lambda one, other: -float(np.abs(one - other).sum()),
 }
+
+
+def different_texts(pairs: Sequence[tuple[str, str]]) -> tuple[list[tuple[int, str]], list[tuple[int, int]]]:
+    """Return the different texts of pairs, each with its side, 0 or 1; and the numbers of each pair's."""
+    texts = list(dict.fromkeys((side, pair[side]) for side in (0, 1) for pair in pairs))
+    numbers = {text: number for number, text in enumerate(texts)}
+    return texts, [(numbers[0, first], numbers[1, second]) for first, second in pairs]
 
 
 def pair_output(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.front.arguments import text_pairs
-from quire.front.similarity import likeness
+from quire.front.similarity import different_texts, likeness
 from quire.limits import PositiveInt
 from quire.pooling_params import PoolingParams
 from quire.request_output import PoolingRequestOutput
@@ -211,38 +211,33 @@ class PairCall(PooledCall[PairT]):
     first_name: ClassVar[str]
 
     @functools.cached_property
-    def _embedded(self) -> Mapping[tuple[int, str], tuple[int, str]]:
-        """Number and name of each text that is embedded, by its place in pairs; none: pairs are scored."""
-        if not self._info.makes_embeddings:
-            return {}
-        named = {(0, first): self.first_name for first, _ in self.pairs}
-        named |= {(1, pair[1]): name for pair, name in zip(self.pairs, self.names, strict=True)}
-        return {text: (number, name) for number, (text, name) in enumerate(named.items())}
+    def _embedded(self) -> tuple[list[tuple[int, str]], list[tuple[int, int]]]:
+        """What `different_texts` says of a model that makes embeddings; nothing: pairs are scored."""
+        return different_texts(self.pairs if self._info.makes_embeddings else ())
 
     def _names(self) -> Sequence[str]:
-        return [name for _, name in self._embedded.values()] or self.names
+        texts, numbers = self._embedded
+        named = {other: name for (_, other), name in zip(numbers, self.names, strict=False)}
+        return [named.get(number, self.first_name) for number in range(len(texts))] or self.names
 
     def _pooled(self, index: int, **options: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
-        if not self._embedded:
+        texts, _ = self._embedded
+        if not texts:
             first, second = self.pairs[index]
             return self._context.llm.score(first, second, self._params_of_rows, **options)
-        place, text = self._places_of_texts[index]
-        if place == 1:
+        side, text = texts[index]
+        if side == 1:
             options.pop("prompt_name", None)
         return self._context.llm.embed(text, self._params_of_rows, truncation_side="right", **options)
 
-    @functools.cached_property
-    def _places_of_texts(self) -> Sequence[tuple[int, str]]:
-        return list(self._embedded)
-
     async def _scores(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return the score of each pair, from the rows of the prompts."""
-        if not self._embedded:
+        _, numbers = self._embedded
+        if not numbers:
             return rows
         scores: list[Row] = []
         turn = max(1, NUMBERS_PER_TURN // len(rows[0]))
-        for first, second in self.pairs:
-            one, other = (self._embedded[place, text][0] for place, text in enumerate((first, second)))
+        for one, other in numbers:
             scores.append(likeness(self._info.similarity, rows[one], rows[other]))
             if len(scores) % turn == 0:
                 await asyncio.sleep(0)
