@@ -57,6 +57,7 @@ class FakeEngine:
         self.may_go_on = asyncio.Event()
         self.on_hang = lambda: None
         self.kv_port = 0  # at which others read its KV; 0: at none
+        self.other_kv_ports: dict[str, int] = {}  # of further models, by their names
         self.block_size = 16
         self.models: list[str] = []  # names of what it serves; empty: it does not say
         self.kv_events: dict[str, Any] | None = None  # where its KV events are
@@ -157,13 +158,18 @@ class FakeEngine:
         }[self.fault]
 
     def _description(self) -> bytes:
-        address = {"host": "10.0.0.1", "port": self.kv_port} if self.kv_port else None
-        card = {"role": "prefill", "model": "m", "block_size": self.block_size, "max_model_len": 99}
-        models = [
-            {"id": name, "created": 1, "owned_by": self.url, "max_model_len": 99} for name in self.models
-        ]
-        described = {**card, "kv_transfer": address, "kv_events": self.kv_events, "models": models}
+        described = {
+            **self._of_one_engine(self.kv_port, self.models),
+            "kv_events": self.kv_events,
+            "others": [self._of_one_engine(port, [name]) for name, port in self.other_kv_ports.items()],
+        }
         return json.dumps(described).encode()
+
+    def _of_one_engine(self, kv_port: int, models: list[str]) -> dict[str, Any]:
+        address = {"host": "10.0.0.1", "port": kv_port} if kv_port else None
+        card = {"role": "prefill", "model": "m", "block_size": self.block_size, "max_model_len": 99}
+        cards = [{"id": name, "created": 1, "owned_by": self.url, "max_model_len": 99} for name in models]
+        return {**card, "kv_transfer": address, "models": cards}
 
     def _body(self, seen: Seen) -> bytes:
         if b'"do_remote_decode"' in seen.content:

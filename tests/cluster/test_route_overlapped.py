@@ -99,6 +99,15 @@ async def test_kv_that_its_decode_engine_does_not_read_is_released(routed):
     assert (released.method, released.path) == ("DELETE", f"/v1/kv_transfers/{transfer_id}")
 
 
+@pytest.mark.parametrize(("model", "port"), [("m", 7001), ("n", 7002), ("n:latest", 7002), ("other", 7000)])
+async def test_kv_is_read_where_the_engine_of_the_model_is(routed, model, port):
+    prefill, decode = lender(), FakeEngine()
+    prefill.models, prefill.other_kv_ports = ["m", "n", "other"], {"n": 7002, "other": 0}
+    http, _ = await routed(prefill=[prefill], decode=[decode])
+    await http.post("/v1/completions", json={**BODY, "model": model})
+    assert decode.seen[0].body["kv_transfer_params"]["remote_port"] == port  # 7000 is told by the prefill
+
+
 async def test_a_prefill_that_fails_after_the_answer_has_begun_costs_nothing(routed):
     prefill, decode = lender("waits"), FakeEngine("pauses")
     http, _ = await routed(prefill=[prefill], decode=[decode])

@@ -80,6 +80,13 @@ async def test_defaults_and_limits_are_those_of_the_model(http: httpx.AsyncClien
     assert [model["name"] for model in tags] == [f"{card['id']}:latest" for card in cards]
     told = (await http.get("/engine")).json()
     assert [card["id"] for card in told["models"]] == [card["id"] for card in cards]
+    assert [one["model"] for one in (told, *told["others"])] == ["first", "second", "embedder"]
+    assert [[card["id"] for card in one["models"]] for one in told["others"]] == [
+        ["second", "alias"], ["embedder"],
+    ]  # fmt: skip
+    assert [one["max_model_len"] for one in told["others"]] == [128, 256]
+    of_second = (await http.get("/engine?model=alias")).json()
+    assert {**of_second, "models": of_second["models"][1:3]} == told["others"][0]
     tokens = (await http.post("/tokenize", json={"model": "second", "prompt": "a"})).json()
     assert tokens["max_model_len"] == 128
 
@@ -110,6 +117,22 @@ async def test_a_model_does_only_what_it_can(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json={"model": "embedder", "prompt": "a"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("the model embedder makes embeddings")
+
+
+async def test_a_prefix_cache_in_use_is_named(
+    http: httpx.AsyncClient, second: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def in_use() -> bool:
+        return False
+
+    monkeypatch.setattr(second, "reset_prefix_cache", in_use)
+    for query, status in (("", 409), ("?model=alias", 409), ("?model=first", 200)):
+        answer = await http.post(f"/reset_prefix_cache{query}")
+        assert answer.status_code == status
+        if status == 409:
+            error = answer.json()["error"]
+            assert error["code"] == "prefix_cache_in_use"
+            assert error["message"].startswith("second: the prefix cache is in use")
 
 
 async def test_one_engine_dies_and_the_others_answer(

@@ -18,6 +18,7 @@ from quire.cluster.engines.registry import PREFILLERS, Engine
 from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError
 from quire.cluster.prompts import GenerationBody
 from quire.config import RouterConfig
+from quire.server.wire.answers import KVTransferAddress
 
 logger = logging.getLogger(__name__)
 
@@ -160,19 +161,19 @@ class Prefills:
 
     async def _prefill(self, engine: Engine) -> Prefill | None:
         """Begin a prefill, or wait until it is done; None: it failed."""
-        if self._config.kv_transfer == "overlapped" and engine.kv_address is not None:
-            return self._begin(engine, engine.kv_address)
+        address = engine.kv_address(self._generation.prompt.model)
+        if self._config.kv_transfer == "overlapped" and address is not None:
+            return self._begin(engine, address)
         params = await self._params_of(engine, {"do_remote_decode": True})
         return None if params is None else Prefill(engine, params)
 
-    def _begin(self, engine: Engine, address: tuple[str, int]) -> Prefill:
+    def _begin(self, engine: Engine, address: KVTransferAddress) -> Prefill:
         transfer_id = secrets.token_hex(16)
-        host, port = address
         reads = {
             "do_remote_prefill": True,
             "transfer_id": transfer_id,
-            "remote_host": host,
-            "remote_port": port,
+            "remote_host": address.host,
+            "remote_port": address.port,
         }
 
         async def compute() -> bool:

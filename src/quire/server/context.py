@@ -189,7 +189,7 @@ class ServerContext:
         )
 
     def named(self, reason: str) -> str:
-        """Return why the model's engine is not available, with its name if there are others."""
+        """Return why the model's engine does not do something, with its name if there are others."""
         return reason if len(self.contexts) == 1 else f"{self.model_name}: {reason}"
 
     def require_kind(self, *, is_pooled: bool) -> None:

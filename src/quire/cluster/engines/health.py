@@ -97,10 +97,7 @@ class HealthChecks:
             await self._feeds.close()
 
     async def _note(self, engine: Engine, description: EngineDescription | None) -> None:
-        if description is not None:
-            engine.note_models(description.models)
-        address = None if description is None else description.kv_transfer
-        engine.kv_address = None if address is None else (address.host, address.port)
+        engine.note(description)
         if self._feeds is not None and engine in self._tasks:
             await self._feeds.follow(engine, description)
 

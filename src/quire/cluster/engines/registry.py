@@ -12,7 +12,7 @@ from typing import NamedTuple
 from quire.cluster.prefixes.block_index import EngineBlocks
 from quire.cluster.prefixes.memory import ChunksInFlight, PrefixMemory
 from quire.cluster.prompts import Prompt
-from quire.server.wire.answers import LATEST, ModelCard
+from quire.server.wire.answers import LATEST, EngineDescription, KVTransferAddress, ModelCard
 
 REQUEST_WEIGHT = 512
 """Bytes of a waiting prompt that weigh as much as one running request."""
@@ -65,7 +65,7 @@ class Engine:
         self.failure: str | None = NOT_CHECKED
         self.id = next(_ids)  # a new one after each failure, which may lose the cache
         self.models: dict[str, ModelCard] | None = None  # by name without `LATEST`; None: it does not say
-        self.kv_address: tuple[str, int] | None = None  # where peers read its KV
+        self._kv_addresses: dict[str, KVTransferAddress | None] = {}  # where peers read its KV, by model
         self.blocks: EngineBlocks | None = None  # cached blocks; None: its KV events are not followed
         self.takes_prompts = False  # whether it makes the same tokens of prompts as the router
         self.in_flight = ChunksInFlight()
@@ -100,9 +100,21 @@ class Engine:
         """Whether the engine serves a model, or may do so; an empty name is that of any model."""
         return not model or self.models is None or model.removesuffix(LATEST) in self.models
 
-    def note_models(self, cards: Collection[ModelCard]) -> None:
-        """Note which models the engine says that it serves; none: it does not say."""
-        self.models = {card.id.removesuffix(LATEST): card for card in cards} or None
+    def kv_address(self, model: str) -> KVTransferAddress | None:
+        """Return where peers read the KV of a model; None: nowhere, or the engine does not say."""
+        addresses = self._kv_addresses
+        return addresses.get(model.removesuffix(LATEST), addresses.get(""))
+
+    def note(self, description: EngineDescription | None) -> None:
+        """Note which models the engine says that it serves, if any, and where their KV is."""
+        self._kv_addresses = {}
+        if description is None:
+            return
+        self.models = {card.id.removesuffix(LATEST): card for card in description.models} or None
+        self._kv_addresses[""] = description.kv_transfer
+        for other in description.others or ():
+            names = [card.id.removesuffix(LATEST) for card in other.models]
+            self._kv_addresses |= dict.fromkeys(names, other.kv_transfer)
 
     def mark_down(self, reason: str) -> None:
         """Send no requests until a health check succeeds."""

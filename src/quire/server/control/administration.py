@@ -47,12 +47,11 @@ class SleepOptions(BaseModel):
 async def reset_prefix_cache(request: Request) -> Response:
     """Clear the prefix cache of all tenants, if no KV block is in use."""
     contexts = _contexts_of_admin(request, "the prefix cache")
-    if not all(await _of_all(request, contexts, _reset_prefix_cache)):
-        raise ApiError(
-            409,
-            "the prefix cache is in use by requests, pins or peers; try again when they have ended",
-            code="prefix_cache_in_use",
-        )
+    are_reset = await _of_all(request, contexts, _reset_prefix_cache)
+    for context, is_reset in zip(contexts, are_reset, strict=True):
+        if not is_reset:
+            reason = "the prefix cache is in use by requests, pins or peers; try again when they have ended"
+            raise ApiError(409, context.named(reason), code="prefix_cache_in_use")
     return json_response(ResetPrefixCache())
 
 

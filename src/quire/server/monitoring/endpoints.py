@@ -49,20 +49,25 @@ async def metrics(request: Request) -> Response:
 
 
 async def engine(request: Request) -> Response:
-    """Describe the engine of the first model, or that of `model`, for a router, and name all models."""
-    context, *_ = contexts_of(request)
+    """Describe the engines of all models, the first one's on top, or that of `model`, for a router."""
+    described, *others = [await _description(each) for each in contexts_of(request)]
+    described.models = [card for each in context_of(request).contexts for card in each.model_cards]
+    if others:
+        described.others = others
+    return json_response(described)
+
+
+async def _description(context: ServerContext) -> EngineDescription:
     info = context.llm.info
     address, ports = info.kv_transfer_address, info.kv_events_ports
-    return json_response(
-        EngineDescription(
-            role=info.role,
-            model=context.model_name,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
-            kv_events=None if ports is None else await asyncio.to_thread(_kv_event_source, context, *ports),
-            models=[card for each in context.contexts for card in each.model_cards],
-        )
+    return EngineDescription(
+        role=info.role,
+        model=context.model_name,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
+        kv_events=None if ports is None else await asyncio.to_thread(_kv_event_source, context, *ports),
+        models=context.model_cards,
     )
 
 

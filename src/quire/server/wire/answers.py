@@ -486,7 +486,8 @@ class EngineDescription(Struct, kw_only=True):
     """Answer of /engine; lengths are in tokens.
 
     `models` has the served model under each of its names, of which `model` is the first. `kv_transfer` is
-    null if the engine lends no KV, `kv_events` if it does not publish and replay them.
+    null if the engine lends no KV, `kv_events` if it does not publish and replay them. A server of several
+    models has them all in `models`; the engines behind the first, each with its own, are in `others`.
     """
 
     role: EngineRole
@@ -496,6 +497,7 @@ class EngineDescription(Struct, kw_only=True):
     kv_transfer: KVTransferAddress | None
     kv_events: KVEventSource | None = None
     models: list[ModelCard] = []
+    others: list[EngineDescription] | UnsetType = UNSET
 
 
 class Tokens(Struct, kw_only=True):
