@@ -78,6 +78,16 @@ def test_parameters_are_those_torch_counts(qwen_directory: Path, qwen: ModelConf
     assert count_parameters(qwen) == model.num_parameters()
 
 
+def test_vectors_of_positions_are_counted(tmp_path: Path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, dtype="float32"))
+    model.save_pretrained(tmp_path)
+    gpt2 = read_model_config(tmp_path)
+    assert count_parameters(gpt2) == model.num_parameters()
+    assert plan(gpt2, num_kv_blocks=10).weight_bytes == model.num_parameters() * 4
+
+
 def test_sizes_of_a_known_model(qwen: ModelConfig):
     result = plan(qwen, num_kv_blocks=1000)
     assert result.weight_bytes == QWEN3_06B_PARAMETERS * 2

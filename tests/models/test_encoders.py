@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from engine_checks import check_after_every_step, core_of
 from quire import LLM, PoolingParams
 from quire.errors import InvalidRequestError, ModelError
 from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import load_decoder
+from quire.models.weights import count_parameters, weight_bytes
 
 SMALL = {"num_threads": 2, "max_num_batched_tokens": 1100}
 
@@ -43,6 +46,20 @@ def test_rows_are_those_of_transformers(name: str, kernels: str, tmp_path: Path)
         expected = hidden_states(model, prompt).double().mean(0)
         np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
         assert row.tobytes() == by_itself.tobytes()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_all_weights_are_counted(name: str, tmp_path: Path) -> None:
+    model = make_encoder(name)
+    config = read_model_config(save_encoder(model, tmp_path))
+    counted = [values.numel() for part, values in model.named_parameters() if not part.startswith("pooler.")]
+    assert count_parameters(config) == sum(counted)
+    positions = load_decoder(tmp_path, config, "bfloat16")._learned_positions
+    without = dataclasses.replace(config, learned_positions=0, token_types=0)
+    planned, others = (weight_bytes(each, "bfloat16", "none", 128) for each in (config, without))
+    unused = max(1, config.token_types) * config.unused_positions * config.hidden_size * 2
+    held = 0 if positions is None else positions.untyped_storage().nbytes()
+    assert planned - unused - others == held
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,9 @@ def weight_bytes(
                 )
             is_packed = is_native or on_gpu
             held_as = ("none", "float32") if held in _IN_GROUPS and not is_packed else (held, dtype)
-            total += _bytes_as(*held_as, source.held_shape, held_size, on_gpu=on_gpu)
+            total += _num_copies(spec.field, config) * _bytes_as(
+                *held_as, source.held_shape, held_size, on_gpu=on_gpu
+            )
     return total
 
 
@@ -215,6 +217,13 @@ def _in_fitting_groups(
         return ("grouped_int8" if kind == "mxfp4" and fitting < size else kind), fitting
     kind, size = otherwise
     return _in_fitting_groups(kind, size, inputs, otherwise=None) if kind in _IN_GROUPS else otherwise
+
+
+def _num_copies(field: str, config: ModelConfig) -> int:
+    """Return how often a tensor is held: vectors of positions once for each type of tokens, its own added."""
+    if not config.learned_positions or field not in ("positions", "token_types"):
+        return 1
+    return max(1, config.token_types) if field == "positions" else 0
 
 
 def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str, *, on_gpu: bool) -> int:
