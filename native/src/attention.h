@@ -22,10 +22,12 @@ constexpr int64_t kMaxPartialBytes = int64_t{64} << 20;  // spans whose states w
 constexpr int kMaxStride = 64;                           // of KeySelection
 constexpr int kBlockRows = 128;  // rows that are taken through the tiles together, unless one token alone has more
 
-// A token of a row block: its row in the batch, and the last place of its sequence that it sees, which may be beyond the end.
+// A token of a row block: its row in the batch, the last place of its sequence that it sees, which may be beyond the end, and its
+// own place.
 struct AttentionToken {
   int32_t row;
   int32_t position;
+  int32_t place;
 };
 
 // Consecutive tokens of a row block that see something of a tile and find it in the same blocks. Of the tile they read the
@@ -103,6 +105,12 @@ struct QueryBlock {
   bool has_choice() const { return num_key_blocks > 2; }
 };
 
+// What is added to scores by the place of the key less that of the token. Beyond `max_distance` it is what it is there.
+struct DistanceBias {
+  const float* numbers = nullptr;  // [heads, 2 * max_distance + 1], first those of keys before the token; null: nothing is added
+  int64_t max_distance = 0;
+};
+
 // How tokens select key blocks: see KeySelection in quire/kernels/attention/sparse_prefill.py, which says how masses are estimated.
 struct KeySelection {
   const QueryBlock* blocks;
@@ -137,7 +145,8 @@ struct AttentionCall {
   float softcap;                // 0: none
   const float* sinks;           // [heads] or null
   const KeyScores* key_scores;  // or null
-  char* scratch;                // attention_scratch() bytes, aligned to 64
+  DistanceBias distance_bias;
+  char* scratch;  // attention_scratch() bytes, aligned to 64
 };
 
 }  // namespace quire

@@ -66,7 +66,8 @@ AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int gr
       }
       for (int32_t i = 0; i < next.num_tokens; ++i) {
         const int64_t row = first_row[sequence] + done + i;
-        tokens_.push_back({static_cast<int32_t>(row), static_cast<int32_t>(position + i)});
+        const int64_t place = step.num_cached_tokens[sequence] + done + i;
+        tokens_.push_back({static_cast<int32_t>(row), static_cast<int32_t>(position + i), static_cast<int32_t>(place)});
       }
       segments.push_back(next);
       num_open += next.num_tokens;
@@ -145,7 +146,7 @@ void AttentionPlanner::add_query_blocks(int32_t sequence, int64_t first_row) {
     selection_.max_keys = std::max<int64_t>(selection_.max_keys, own_end);
     for (; position < stop; ++position) {
       const int64_t row = first_row + position - cached;
-      tokens_.push_back({static_cast<int32_t>(row), static_cast<int32_t>(position)});
+      tokens_.push_back({static_cast<int32_t>(row), static_cast<int32_t>(position), static_cast<int32_t>(position)});
     }
     query_blocks_.push_back(block);
   }

@@ -16,20 +16,23 @@ struct Case {
   int window;
   bool has_key_scores;
   float threshold = 0.0f;  // of the last sequence's tokens for selecting keys; the second one skips some then. 0: neither
+  int max_distance = -1;   // of a bias, for whole prompts whose tokens see both sides; negative: neither
+
+  bool is_two_sided() const { return max_distance >= 0; }
 };
 
-// Sequences of which the first two begin with the same blocks.
+// Sequences of which the first two begin with the same blocks, or whole prompts that have none in common.
 struct Step {
   std::vector<int64_t> num_cached, num_tokens;
   std::vector<int64_t> skipped_start, skipped_end, selecting_end;
   std::vector<int32_t> tables;
   int64_t table_stride = 0, num_blocks = 0, num_rows = 0;
 
-  explicit Step(int64_t block_size) {
+  Step(int64_t block_size, bool is_two_sided) {
     const std::vector<int64_t> lengths = {random_int(130, 300), random_int(130, 300), random_int(1, 70), 1,
-                                          random_int(1000, 2300)};
+                                          is_two_sided ? random_int(1030, 1100) : random_int(1000, 2300)};
     for (const int64_t length : lengths) {
-      num_tokens.push_back(random_int(1, std::min<int64_t>(length, 90)));
+      num_tokens.push_back(is_two_sided ? length : random_int(1, std::min<int64_t>(length, 90)));
       num_cached.push_back(length - num_tokens.back());
       num_rows += num_tokens.back();
       table_stride = std::max(table_stride, (length + block_size - 1) / block_size);
@@ -40,7 +43,7 @@ struct Step {
     tables.assign(lengths.size() * table_stride, INT32_MAX);
     for (size_t i = 0; i < lengths.size(); ++i) {
       for (int64_t entry = 0; entry * block_size < lengths[i]; ++entry) {
-        const bool is_shared = i == 1 && (entry + 1) * block_size <= 128;
+        const bool is_shared = i == 1 && !is_two_sided && (entry + 1) * block_size <= 128;
         tables[i * table_stride + entry] = static_cast<int32_t>(is_shared ? tables[entry] : num_blocks++);
       }
     }
@@ -116,7 +119,7 @@ void choose_keys(const Kernels& kernels, AttentionPlanner& planner, AttentionCal
 // Where keys are selected that way, not all are: then only bits are compared.
 template <class T>
 void check_case(const Case& shape, DType type) {
-  const Step step(shape.block_size);
+  const Step step(shape.block_size, shape.is_two_sided());
   const int64_t num_heads = shape.num_kv_heads * shape.group, head_dim = shape.head_dim;
   const int64_t head_size = shape.block_size * head_dim, block_size = shape.num_kv_heads * head_size;
   std::vector<T> parts[2];
@@ -135,9 +138,12 @@ void check_case(const Case& shape, DType type) {
   const KVLayer kv{type, shape.num_kv_heads, head_dim, head_dim, cache_part(0), cache_part(1)};
   const std::vector<float> query = random_floats(step.num_rows * num_heads * head_dim);
   const std::vector<float> sinks = random_floats(num_heads);
+  const int64_t max_distance = shape.max_distance;
+  const std::vector<float> bias = random_floats(shape.is_two_sided() ? num_heads * (2 * max_distance + 1) : 0);
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
   AttentionStep attention_step{step.num_cached.data(), step.num_tokens.data(), static_cast<int64_t>(step.num_tokens.size()),
-                               step.tables.data(),     step.table_stride,      static_cast<int32_t>(shape.block_size)};
+                               step.tables.data(),     step.table_stride,      static_cast<int32_t>(shape.block_size),
+                               shape.is_two_sided()};
   const bool is_sparse = shape.threshold > 0.0f;
   if (is_sparse) {
     attention_step.skipped_start = step.skipped_start.data();
@@ -160,22 +166,30 @@ void check_case(const Case& shape, DType type) {
     for (int64_t i = 0; i < step.num_tokens[sequence]; ++i, ++row) {
       const int64_t position = step.num_cached[sequence] + i;
       const int64_t first = shape.window == 0 ? 0 : std::max<int64_t>(0, position - shape.window + 1);
+      const int64_t end = step.num_cached[sequence] + step.num_tokens[sequence];
+      const int64_t last_of_window = shape.window == 0 ? end - 1 : std::min(end - 1, position + shape.window - 1);
+      const int64_t last = shape.is_two_sided() ? last_of_window : position;
       const auto is_skipped = [&](int64_t key) {
         return is_sparse && key >= step.skipped_start[sequence] && key < step.skipped_end[sequence];
       };
       for (int64_t head = 0; head < num_heads; ++head) {
         std::vector<double> weights;
         double sum = std::exp(static_cast<double>(sinks[head]));
-        for (int64_t key = first; key <= position; ++key) {
+        for (int64_t key = first; key <= last; ++key) {
           double score = 0.0;
           for (int64_t f = 0; f < head_dim; ++f) {
             score += query[(row * num_heads + head) * head_dim + f] * cached(0, sequence, key, head / shape.group, f);
           }
-          weights.push_back(is_skipped(key) ? 0.0 : std::exp(score * scale));
+          score *= scale;
+          if (shape.is_two_sided()) {
+            const int64_t distance = std::max(-max_distance, std::min(key - position, max_distance));
+            score += bias[head * (2 * max_distance + 1) + max_distance + distance];
+          }
+          weights.push_back(is_skipped(key) ? 0.0 : std::exp(score));
           sum += weights.back();
         }
         std::vector<double> total(head_dim, 0.0);
-        for (int64_t key = first; key <= position; ++key) {
+        for (int64_t key = first; key <= last; ++key) {
           const double weight = weights[key - first] / sum;
           for (int64_t f = 0; f < head_dim; ++f) total[f] += weight * cached(1, sequence, key, head / shape.group, f);
           scores.expect(row, key, weight);
@@ -192,8 +206,17 @@ void check_case(const Case& shape, DType type) {
       ThreadPool pool(num_threads);
       std::vector<float> out(query.size(), std::nanf(""));
       const KeyScores key_scores = scores.call();
-      AttentionCall call{&planner.plan(), &kv,   query.data(), DType::kFloat32, num_heads * head_dim,
-                         out.data(),      scale, 0.0f,         sinks.data(),    shape.has_key_scores ? &key_scores : nullptr,
+      AttentionCall call{&planner.plan(),
+                         &kv,
+                         query.data(),
+                         DType::kFloat32,
+                         num_heads * head_dim,
+                         out.data(),
+                         scale,
+                         0.0f,
+                         sinks.data(),
+                         shape.has_key_scores ? &key_scores : nullptr,
+                         {shape.is_two_sided() ? bias.data() : nullptr, max_distance},
                          nullptr};
       if (planner.selection().num_blocks > 0) choose_keys(*kernels, planner, call, pool);
       Aligned scratch(kernels->attention_scratch(call, num_threads));
@@ -216,8 +239,9 @@ void check_case(const Case& shape, DType type) {
 }
 
 int main() {
-  const Case cases[] = {{1, 2, 16, 16, 0, true},    {2, 3, 48, 7, 70, false},      {1, 1, 128, 128, 0, false},
-                        {2, 2, 64, 32, 1100, true}, {2, 2, 32, 16, 0, true, 2.0f}, {1, 3, 48, 7, 0, true, 0.5f}};
+  const Case cases[] = {{1, 2, 16, 16, 0, true},           {2, 3, 48, 7, 70, false},          {1, 1, 128, 128, 0, false},
+                        {2, 2, 64, 32, 1100, true},        {2, 2, 32, 16, 0, true, 2.0f},     {1, 3, 48, 7, 0, true, 0.5f},
+                        {1, 2, 16, 1, 0, false, 0.0f, 30}, {2, 1, 32, 7, 90, false, 0.0f, 0}, {2, 1, 16, 1, 0, false, 0.0f, 200}};
   for (const Case& shape : cases) {
     check_case<float>(shape, DType::kFloat32);
     check_case<bf16>(shape, DType::kBFloat16);

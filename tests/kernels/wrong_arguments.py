@@ -22,6 +22,7 @@ import torch
 
 from caches import make_cache
 from quire.kernels.attention.batch import AttentionBatch, StepStates
+from quire.kernels.attention.kv_layer import KVOfRows
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.kernel_set import NativeKernels
@@ -66,6 +67,19 @@ def _attention(**options: Any) -> Arguments:
         "softcap": 0.0,
         "sinks": None if options else _random(4),
         "out": torch.empty(23, HEADS.num_heads, HEADS.head_dim),
+    }
+
+
+def _two_sided() -> Arguments:
+    lengths = np.array([70, 1, 20])
+    qkv = _random(91, 8 * HEADS.head_dim)
+    return {
+        "query": qkv[:, : 4 * HEADS.head_dim].unflatten(1, (4, HEADS.head_dim)),
+        "kv": KVOfRows.of(qkv, HEADS),
+        "batch": AttentionBatch.build(np.zeros(3), lengths, np.zeros((3, 70)), 1).over_rows(),
+        "scale": 0.2,
+        "distance_bias": _random(4, 21),
+        "out": torch.empty(91, HEADS.num_heads, HEADS.head_dim),
     }
 
 
@@ -213,6 +227,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
             key_selection=KeySelection(np.array([0, 20, 0]), 0.9, 64, 16),
         ),
     ),
+    "two_sided_attention": (_method("paged_attention"), _two_sided),
     "causal_conv": (_conv, _conv_arguments),
     "gated_delta_rule": (_delta_rule, _delta_arguments),
     "gated_delta_rule_by_channel": (_delta_rule, lambda: _delta_arguments(num_times=16)),

@@ -32,7 +32,8 @@ void choose_keys(AttentionPlanner& planner, AttentionCall& call, Context& contex
 }
 
 void attend(AttentionPlanner& planner, const KVLayer& kv, uintptr_t query, int query_type, int64_t query_stride, uintptr_t out,
-            float scale, float softcap, uintptr_t sinks, const KeyScores* key_scores) {
+            float scale, float softcap, uintptr_t sinks, const KeyScores* key_scores, uintptr_t distance_bias,
+            int64_t max_distance) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
   AttentionCall call{&planner.plan(),
@@ -45,6 +46,7 @@ void attend(AttentionPlanner& planner, const KVLayer& kv, uintptr_t query, int q
                      softcap,
                      at_address<const float>(sinks),
                      key_scores,
+                     {at_address<const float>(distance_bias), max_distance},
                      nullptr};
   if (planner.selection().num_blocks > 0) choose_keys(planner, call, context);
   call.scratch = context.scratch(context.kernels().attention_scratch(call, context.pool().num_threads()));
@@ -113,7 +115,7 @@ void bind_attention(nb::module_& module) {
           "window"_a, "group"_a, "skipped_start"_a = 0, "skipped_end"_a = 0, "selecting_end"_a = 0, "key_block_size"_a = 0,
           "stride"_a = 0, "threshold"_a = 0.0f, "is_two_sided"_a = false)
       .def("attend", &attend, "kv"_a, "query"_a, "query_type"_a, "query_stride"_a, "out"_a, "scale"_a, "softcap"_a, "sinks"_a,
-           "key_scores"_a.none(), nb::call_guard<nb::gil_scoped_release>())
+           "key_scores"_a.none(), "distance_bias"_a = 0, "max_distance"_a = 0, nb::call_guard<nb::gil_scoped_release>())
       .def("scratch_bytes", &scratch_bytes, "kv"_a, "num_threads"_a,
            "Return the bytes of scratch memory that a call takes which computes no key scores.");
 }

@@ -24,8 +24,8 @@ namespace {
 template <class Path, class T>
 class HeadTask {
  public:
-  HeadTask(const AttentionCall& call, const Layout& layout, const RowBlock& block, int64_t head, int thread)
-      : call_(call), layout_(layout), rows_(call, block, head), kept_(call, layout) {
+  HeadTask(const AttentionCall& call, const TileBias& bias, const Layout& layout, const RowBlock& block, int64_t head, int thread)
+      : call_(call), bias_(bias), layout_(layout), rows_(call, block, head), kept_(call, layout) {
     char* memory = call.scratch + layout.threads + thread * layout.thread.total;
     query_ = reinterpret_cast<Number*>(memory + layout.thread.query);
     keys_ = memory + layout.thread.keys;
@@ -143,10 +143,8 @@ class HeadTask {
     float factors[kPackedRows<Path>];
     for (int i = 0; i < count; ++i) {
       const int64_t row = first_row + i;
-      int first, last;
-      rows_.limits(visit, row, &first, &last);
       f32x16 scores[kTileVectors];
-      finish_scores_of(i, tile, first, last, scores);
+      finish_scores_of(visit, tile, row, i, scores);
       float* kept = nullptr;
       if (call_.key_scores != nullptr) kept = kept_.weights(rows_.token_of(row), rows_.query_head(row), visit.tile);
       factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens, kept);
@@ -158,8 +156,18 @@ class HeadTask {
         values, ahead);
   }
 
-  QUIRE_INLINE void finish_scores_of(int row, const Tile& tile, int first, int last, f32x16 (&scores)[kTileVectors]) const {
-    finish_scores(call_, scores_ + row * kTileTokens, sizeof(T) == 1 ? tile.key_scales : nullptr, first, last, scores);
+  // The scores of row `row`, which has them at `index`.
+  QUIRE_INLINE void finish_scores_of(const AttentionVisit& visit, const Tile& tile, int64_t row, int index,
+                                     f32x16 (&scores)[kTileVectors]) const {
+    int first, last;
+    rows_.limits(visit, row, &first, &last);
+    finish_scores(call_, scores_ + index * kTileTokens, sizeof(T) == 1 ? tile.key_scales : nullptr, first, last, scores);
+    if (!bias_) return;
+    f32x16 biased[kTileVectors];  // so that without a bias, no score has to be in memory
+    for (int i = 0; i < kTileVectors; ++i) biased[i] = scores[i];
+    const int64_t distance = static_cast<int64_t>(visit.tile) * kTileTokens - rows_.token_of(row).place;
+    bias_.add_to(biased, rows_.query_head(row), distance);
+    for (int i = 0; i < kTileVectors; ++i) scores[i] = biased[i];
   }
 
   // A weight of zero times NaN is NaN: a row may have one from a value that only its neighbours see. Not if it is alone.
@@ -258,15 +266,14 @@ class HeadTask {
   QUIRE_INLINE void add_weights(const AttentionVisit& visit, int64_t row, int index, TileSums& sums) const {
     const float best = normalizers(row)[0], inverse_sum = normalizers(row)[1];
     if (!(inverse_sum > 0.0f)) return;
-    int first, last;
-    rows_.limits(visit, row, &first, &last);
     f32x16 weights[kTileVectors];
-    finish_scores_of(index, tiles_[0], first, last, weights);
+    finish_scores_of(visit, tiles_[0], row, index, weights);
     for (f32x16& weight : weights) weight = exp(weight - best) * inverse_sum;
     sums.add(weights);
   }
 
   const AttentionCall& call_;
+  const TileBias& bias_;
   const Layout& layout_;
   const HeadRows rows_;
   const KeptWeights kept_;
@@ -285,18 +292,19 @@ template <class Path, class T>
 void attend(const AttentionCall& call, ThreadPool& pool) {
   using Task = HeadTask<Path, T>;
   const AttentionPlan& plan = *call.plan;
+  const int64_t num_heads = call.kv->num_kv_heads * plan.group;
+  const TileBias bias(call.distance_bias, num_heads);
   const Layout layout(call, pool.num_threads());
   const int64_t num_shared_tasks = call.kv->num_kv_heads * plan.num_shared_blocks();
   const int64_t num_tasks = num_shared_tasks + plan.num_head_blocks;
   const auto task_of = [&](int64_t task, int thread) {
     if (task < num_shared_tasks) {
-      return Task(call, layout, plan.blocks[task / call.kv->num_kv_heads], task % call.kv->num_kv_heads, thread);
+      return Task(call, bias, layout, plan.blocks[task / call.kv->num_kv_heads], task % call.kv->num_kv_heads, thread);
     }
     const RowBlock& block = plan.blocks[plan.num_shared_blocks() + task - num_shared_tasks];
-    return Task(call, layout, block, block.query_head / plan.group, thread);
+    return Task(call, bias, layout, block, block.query_head / plan.group, thread);
   };
   const KeptWeights kept(call, layout);
-  const int64_t num_heads = call.kv->num_kv_heads * plan.group;
   if (call.key_scores != nullptr) kept.clear(num_heads);
   if (layout.is_split) {
     parallel_for(pool, call.kv->num_kv_heads * plan.num_spans, [&](int64_t task, int thread) {
@@ -304,7 +312,7 @@ void attend(const AttentionCall& call, ThreadPool& pool) {
       int64_t block = 0;
       while (span < plan.blocks[block].first_span || span >= plan.blocks[block].first_span + plan.blocks[block].num_spans)
         ++block;
-      Task(call, layout, plan.blocks[block], task / plan.num_spans, thread)
+      Task(call, bias, layout, plan.blocks[block], task / plan.num_spans, thread)
           .attend_part(static_cast<int>(span - plan.blocks[block].first_span));
     });
     parallel_for(pool, num_tasks, [&](int64_t task, int thread) { task_of(task, thread).merge_parts(); });

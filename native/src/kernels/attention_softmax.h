@@ -2,6 +2,8 @@
 // instruction set.
 #pragma once
 
+#include <memory>
+
 #include "attention.h"
 #include "attention_tiles.h"
 #include "simd.h"
@@ -55,6 +57,38 @@ QUIRE_INLINE void finish_scores(const AttentionCall& call, const float* raw, con
     }
   }
 }
+
+// What scores get by distance, with the numbers at both ends repeated, so that those of any tile's keys are adjacent.
+class TileBias {
+ public:
+  TileBias(const DistanceBias& bias, int64_t num_heads) : max_distance_(bias.max_distance) {
+    if (bias.numbers == nullptr) return;
+    numbers_.reset(new float[num_heads * stride()]);
+    const float* from = bias.numbers;
+    float* to = numbers_.get();
+    for (int64_t head = 0; head < num_heads; ++head, from += 2 * max_distance_ + 1) {
+      for (int64_t i = 0; i < stride(); ++i) *to++ = from[max(0, min(i - kRepeated, 2 * max_distance_))];
+    }
+  }
+
+  explicit operator bool() const { return numbers_ != nullptr; }
+
+  // Adds to the scores of a head's row in a tile, whose first key is `distance` places behind the row's token. It is never a part
+  // of its callers: a sum that one of them rounds together with the product before it would have other bits.
+  __attribute__((noinline)) void add_to(f32x16 (&scores)[kTileVectors], int64_t head, int64_t distance) const {
+    const int64_t place = max(0, min(distance + max_distance_ + kRepeated, 2 * max_distance_ + kRepeated));
+    const float* from = numbers_.get() + head * stride() + place;
+    for (int i = 0; i < kTileVectors; ++i) scores[i] = scores[i] + load(from + i * kLanes);
+  }
+
+ private:
+  static constexpr int64_t kRepeated = kTileTokens - 1;
+
+  int64_t stride() const { return 2 * (max_distance_ + kRepeated) + 1; }
+
+  int64_t max_distance_;
+  std::unique_ptr<float[]> numbers_;  // [heads, stride]; null: nothing is added
+};
 
 // Turns the scores of a row into weights, and takes them into the row's maximum and sum. Returns the factor by which what
 // was summed before counts from now on. `kept`: where the weights go as they are; or null.

@@ -248,6 +248,7 @@ class KernelSet(ABC):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of every token of the step over its sequence's cache, itself included.
@@ -263,6 +264,9 @@ class KernelSet(ABC):
             softcap: scores become `softcap * tanh(score / softcap)`; 0: no cap (Gemma 2, section 2.4).
             sinks: [heads] float32, a score of each head that takes part in the softmax's sum and has no value
                 (gpt-oss); None: none.
+            distance_bias: [heads, 2 * D + 1] float32, what is added to the scores, after the cap, by how many
+                places the key lies behind the token: from -D to D, and beyond these as there (T5, section
+                2.1). Of two-sided batches only; None: nothing.
             out: [T, heads, head_dim] contiguous, to be overwritten with the result and returned; None: new.
 
         Returns:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch, check_distance_bias
 from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.attention.paged import Scores, SeenBlocks, attend
+from quire.kernels.attention.paged import DistanceBias, Scores, SeenBlocks, attend
 from quire.kernels.attention.sparse_prefill import selected_keys
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.devices.memory import WeightMemory
@@ -158,11 +158,16 @@ class ReferenceKernels(KernelSet):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = HeadLayout(query.shape[1], kv.key_pages.shape[0], query.shape[2])
         output = out
-        scores = Scores(scale, softcap, sinks)
+        bias = None
+        if distance_bias is not None:
+            check_distance_bias(distance_bias.shape, query.shape[1], batch)
+            bias = DistanceBias(distance_bias, batch.places_in_prompts)
+        scores = Scores(scale, softcap, sinks, bias)
         seen = None if window else seen_blocks(query, kv, batch, scores)
         if batch.key_scores is not None:
             batch.key_scores.clear()

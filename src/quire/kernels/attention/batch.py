@@ -247,6 +247,13 @@ class AttentionBatch:
         )
 
     @property
+    def places_in_prompts(self) -> torch.Tensor:
+        """The place of each token among those of its sequence in the step, [T] int64."""
+        counts = self.num_tokens
+        first_row = np.cumsum(counts) - counts
+        return torch.from_numpy(np.arange(counts.sum()) - np.repeat(first_row, counts))
+
+    @property
     def num_rows(self) -> int:
         """Rows of the step's tensors: T, or more, see `padded`."""
         return len(self.positions)
@@ -307,6 +314,15 @@ class AttentionBatch:
 
 def _positions(batch: AttentionBatch) -> HostArrays:
     return HostArrays((batch.positions.numpy(),))
+
+
+def check_distance_bias(shape: torch.Size, num_heads: int, batch: AttentionBatch) -> None:
+    """Raise ValueError unless attention of a step may have a bias by distance of this shape."""
+    if len(shape) != 2 or shape[0] != num_heads or not shape[1] % 2 or not batch.is_two_sided:
+        raise ValueError(
+            f"distance_bias is {list(shape)}, for a batch that is {'' if batch.is_two_sided else 'not '}"
+            f"two-sided; it must be [{num_heads}, an odd number], for one that is"
+        )
 
 
 def _refuse_scores(skipped: SkippedKeys, scores: npt.NDArray[np.bool_]) -> None:

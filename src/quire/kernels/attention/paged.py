@@ -17,12 +17,21 @@ from quire.kernels.bounds import SCORE_UNIT, TILE
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class DistanceBias:
+    """What is added to scores, by the place of the key less that of the token."""
+
+    table: torch.Tensor  # [heads, 2 * D + 1], from a distance of -D to D
+    places: torch.Tensor  # [T] of the step's tokens
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class Scores:
     """How scores become weights."""
 
     scale: float
     softcap: float
     sinks: torch.Tensor | None
+    bias: DistanceBias | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -55,6 +64,8 @@ def attend(
     if how.softcap:
         scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
     scores = scores.view(num_items, heads.num_kv_heads, work.rows, work.group, TILE)
+    if how.bias is not None:
+        _add_bias(scores, how.bias, work, heads)
     scores[:num_masked].masked_fill_(work.hidden, float("-inf"))
     if seen is not None:
         scores.masked_fill_(~_seen_tiles(seen, work, heads), float("-inf"))
@@ -79,6 +90,16 @@ def attend(
     total = total.view(-1, heads.num_kv_heads, work.rows, work.group, values.shape[-1])
     total = total[:, :, :, : heads.group].transpose(1, 2)  # [Q, R, H, group, D]
     return total.reshape(-1, heads.num_heads, values.shape[-1])
+
+
+def _add_bias(scores: torch.Tensor, bias: DistanceBias, work: TileWork, heads: HeadLayout) -> None:
+    """Add to scores [I, H, R, padded group, TILE] what their distances have."""
+    places = bias.places[work.query_rows].view(-1, work.rows)[work.item_query]  # [I, R]
+    keys = work.tiles[:, None] * TILE + torch.arange(TILE)
+    most = bias.table.shape[1] // 2
+    distances = (keys[:, None] - places[:, :, None]).clamp_(-most, most)  # [I, R, TILE]
+    of_heads = bias.table[:, distances + most].view(heads.num_kv_heads, heads.group, *distances.shape)
+    scores[:, :, :, : heads.group].add_(of_heads.permute(2, 0, 3, 1, 4))
 
 
 def _seen_tiles(seen: SeenBlocks, work: TileWork, heads: HeadLayout) -> torch.Tensor:

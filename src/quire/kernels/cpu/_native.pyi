@@ -151,6 +151,8 @@ class AttentionPlan:
         softcap: float,
         sinks: int,
         key_scores: KeyScores | None,
+        distance_bias: int = 0,
+        max_distance: int = 0,
     ) -> None: ...
     def scratch_bytes(self, kv: KVLayer, num_threads: int) -> int:
         """

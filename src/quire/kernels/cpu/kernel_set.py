@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch, check_distance_bias
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
@@ -27,6 +27,7 @@ from quire.kernels.cpu.tensors import (
     check_vector,
     checked_once,
     float_type,
+    form_of,
     row_stride,
     written_row_stride,
 )
@@ -251,6 +252,7 @@ class NativeKernels(KernelSet):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shape = query.shape
@@ -259,7 +261,8 @@ class NativeKernels(KernelSet):
             layer = kv.handles.get(LAYER) or native_layer(kv)
         if layer is None or layer.value_dim % HEAD_DIM_MULTIPLE or layer.value_dim > MAX_HEAD_DIM:
             return _REFERENCE.paged_attention(
-                query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
+                query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
+                distance_bias=distance_bias, out=out
             )  # fmt: skip
         plan = batch.plans.get((PLAN, window, shape, layer.shape))
         if plan is None:
@@ -272,6 +275,9 @@ class NativeKernels(KernelSet):
             (out.shape, out.stride(), out.dtype, out.is_cpu and out.is_contiguous()),
             None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.is_cpu),
         )
+        max_distance = 0
+        if distance_bias is not None:
+            max_distance = _max_distance(distance_bias, shape[1], batch)
         plan.attend(
             layer.native,
             query.data_ptr(),
@@ -282,6 +288,8 @@ class NativeKernels(KernelSet):
             softcap,
             0 if sinks is None else sinks.data_ptr(),
             None if batch.key_scores is None else native_key_scores(batch.key_scores),
+            0 if distance_bias is None else distance_bias.data_ptr(),
+            max_distance,
         )
         return out
 
@@ -403,6 +411,18 @@ def _attention_numbers(value_dim: int, query: Form, out: Form, sinks: Form | Non
     if sinks is not None:
         check_vector("sinks", sinks, shape[1])
     return float_type("the query", query), strides[0]
+
+
+def _max_distance(distance_bias: torch.Tensor, num_heads: int, batch: AttentionBatch) -> int:
+    """Return the distance from which on a bias stays as it is."""
+    check_distance_bias(distance_bias.shape, num_heads, batch)
+    if distance_bias.dtype is not torch.float32 or not distance_bias.is_contiguous():
+        raise ValueError(
+            f"distance_bias is {distance_bias.dtype} with strides {distance_bias.stride()}; it must be "
+            "float32 and contiguous"
+        )
+    check_on_cpu("distance_bias", form_of(distance_bias))
+    return distance_bias.shape[1] // 2
 
 
 def _common_type(rows: Form, out: Form) -> int:

@@ -156,8 +156,11 @@ class TritonKernels(KernelSet):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if distance_bias is not None:
+            raise ValueError("distance_bias: the triton kernels compute no attention with a bias by distance")
         return paged_attention(
             query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
         )
