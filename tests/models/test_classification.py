@@ -20,6 +20,7 @@ HEADED = [
     "roberta",
     "xlm-roberta",
     "camembert",
+    "mpnet",
     "distilbert",
     "modernbert",
     "modernbert-biases",

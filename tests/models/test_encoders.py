@@ -18,6 +18,7 @@ from quire import LLM, PoolingParams
 from quire.errors import InvalidRequestError, ModelError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
+from quire.models.layers.two_sided_attention import bucket_of
 from quire.models.weights import count_parameters, weight_bytes
 
 SMALL = {"num_threads": 2, "max_num_batched_tokens": 1100}
@@ -62,16 +63,19 @@ def test_all_weights_are_counted(name: str, tmp_path: Path) -> None:
     assert planned - unused - others == held
 
 
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}], ids=str
 )
-def test_fewer_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    model = make_encoder("bert")
-    [prompt] = random_prompts([70])
-    expected = hidden_states(model, prompt).mean(0)
+def test_fewer_bits(options: dict[str, Any], name: str, tmp_path: Path) -> None:
+    model = make_encoder(name)
+    prompts = random_prompts([70, 129, 1])
     with LLM(str(save_encoder(model, tmp_path)), **options, **SMALL) as llm:
-        [row] = rows_of(llm, [prompt])
-    assert torch.nn.functional.cosine_similarity(torch.tensor(row), expected, dim=0) > 0.9995
+        together = rows_of(llm, prompts)
+        assert [row.tobytes() for row in together] == [rows_of(llm, [one])[0].tobytes() for one in prompts]
+    for prompt, row in zip(prompts, together, strict=True):
+        expected = hidden_states(model, prompt).mean(0)
+        assert torch.nn.functional.cosine_similarity(torch.tensor(row), expected, dim=0) > 0.9995
 
 
 def test_steps_have_room_for_the_longest_text(tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_texts_become_word_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.formats
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "mpnet", "distilbert"])
 def test_files_of_a_model_with_a_head_hold_an_encoder(name: str, tmp_path: Path) -> None:
     model = make_encoder(name, kind="ForMaskedLM")
     [prompt] = random_prompts([20])
@@ -122,6 +126,8 @@ def test_norms_may_have_their_first_names(tmp_path: Path) -> None:
         ("bert", {"is_decoder": True}, "is_decoder True; it must be False"),
         ("bert", {"type_vocab_size": -1}, "type_vocab_size -1; it must be"),
         ("roberta", {"pad_token_id": 600}, "pad_token_id 600, behind which positions begin, and only 514"),
+        ("mpnet", {"pad_token_id": 0}, "pad_token_id 0; it must be 1"),
+        ("mpnet", {"relative_attention_num_buckets": 64}, "num_buckets 64; it must be 32"),
         ("distilbert", {"activation": "mish"}, "activation 'mish'"),
     ],
 )
@@ -132,6 +138,36 @@ def test_what_is_not_computed_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
     with pytest.raises(ModelError, match=message):
         read_model_config(tmp_path)
+
+
+def test_distances_have_the_buckets_of_transformers() -> None:
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    distances = torch.arange(-700, 701)
+    expected = MPNetEncoder.relative_position_bucket(distances)
+    assert [bucket_of(distance) for distance in distances.tolist()] == expected.tolist()
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_a_bias_by_distance(kernels: str, tmp_path: Path) -> None:
+    """As all-mpnet-base-v2 is published, around the distance from which on all have one bias."""
+    model = make_encoder("mpnet")
+    prompts = random_prompts([1, 2, 127, 128, 129, 130, 512])
+    modules = {"Pooling": pooling("mean_tokens"), "Normalize": {}}
+    file = save_encoder(model, tmp_path, modules) / "model.safetensors"
+    with LLM(str(tmp_path), kernels=kernels, **SMALL) as llm:
+        together = rows_of(llm, prompts)
+        assert [row.tobytes() for row in together] == [rows_of(llm, [one])[0].tobytes() for one in prompts]
+    for prompt, row in zip(prompts, together, strict=True):
+        expected = pooled(hidden_states(model, prompt), "mean_tokens")
+        np.testing.assert_allclose(row, expected / expected.norm(), atol=1e-5, rtol=0)
+    weights = load_file(file)
+    weights["encoder.relative_attention_bias.weight"][31] += 1  # of the keys furthest behind a token
+    save_file(weights, file, {"format": "pt"})
+    with LLM(str(tmp_path), kernels=kernels, **SMALL) as llm:
+        changed = rows_of(llm, prompts)
+    differ = [float(np.abs(row - other).max()) > 1e-3 for row, other in zip(together, changed, strict=True)]
+    assert differ == [False, False, True, True, True, True, True]
 
 
 def test_damaged_weights_end_the_requests_that_meet_them(tmp_path: Path) -> None:

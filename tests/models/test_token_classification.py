@@ -14,7 +14,7 @@ from quire.errors import InvalidRequestError
 from quire.kernels.dispatch import kernel_set
 from quire.models.row_layers import DenseRows, through
 
-NAMES = ["bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert", *DECODERS]
+NAMES = ["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "distilbert", "modernbert", *DECODERS]
 SMALL = {"num_threads": 2, "num_kv_blocks": 128}
 
 

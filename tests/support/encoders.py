@@ -30,6 +30,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {  # class in transformers wit
     "roberta": ("Roberta", _BERT | {"max_position_embeddings": 514}),
     "xlm-roberta": ("XLMRoberta", _BERT | {"max_position_embeddings": 515, "pad_token_id": 2}),
     "camembert": ("Camembert", _BERT | {"max_position_embeddings": 514, "type_vocab_size": 1}),
+    "mpnet": ("MPNet", _BERT | {"max_position_embeddings": 514}),
     "modernbert": ("ModernBert", _BERT | _FEW_IDS | {"local_attention": 17, "num_hidden_layers": 5}),
     "modernbert-biases": (
         "ModernBert",

@@ -18,7 +18,7 @@ _PARTS_OF_BODY = {
 }
 _DECODER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
 _ENCODER = re.compile(
-    r"(bert|roberta|distilbert)\.(?=embeddings\.|encoder\.|transformer\.|pooler\.)"
+    r"(bert|roberta|distilbert|mpnet)\.(?=embeddings\.|encoder\.|transformer\.|pooler\.)"
     r"|model\.(?=embeddings\.|final_norm\.)"
 )
 _OTHER_PART = re.compile(
@@ -50,6 +50,8 @@ _RENAMED = {  # of OLMo-Hybrid and Kimi, as transformers renames them, and of Gr
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
     ".LayerNorm.gamma": ".LayerNorm.weight",  # as in the first files of BERT
     ".LayerNorm.beta": ".LayerNorm.bias",
+    # Of MPNet, and of all layers; T5 has it in the first one.
+    "encoder.relative_attention_bias.": "encoder.layer.0.attention.relative_attention_bias.",
     **{f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")},
 }
 _LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}

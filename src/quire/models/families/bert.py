@@ -17,6 +17,7 @@ from quire.models.families.family import Family, two_sided, with_attention_biase
 from quire.models.layer import SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.layers.two_sided_attention import NUM_BUCKETS, TwoSidedAttentionConfig
 from quire.models.ropes import HFConfig, read_two_ropes
 from quire.pooling_params import PoolingType
 
@@ -68,6 +69,11 @@ def _roberta(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         )
     shorter = replace(base, max_model_len=base.max_model_len - unused)
     return replace(_bert(hf, shorter), unused_positions=unused)
+
+
+def _mpnet(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    config = replace(_roberta(hf, base), token_types=0)
+    return config.changed(TwoSidedAttentionConfig, has_distance_bias=True)
 
 
 def _distilbert(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -211,6 +217,23 @@ FAMILIES: dict[str, Family] = {
             "CamembertForSequenceClassification",
             "CamembertForTokenClassification",
         ),
+    ),
+    "mpnet": replace(
+        _ROBERTA,
+        specialize=_mpnet,
+        weight_names=_NAMES
+        | {name: f"attention.attn.{name}" for name in "qkvo"}
+        | {
+            "attention_stream_norm": "attention.LayerNorm",
+            "distance_bias": "attention.relative_attention_bias",
+        },
+        architectures=(
+            "MPNetModel",
+            "MPNetForMaskedLM",
+            "MPNetForSequenceClassification",
+            "MPNetForTokenClassification",
+        ),
+        fixed=_FIXED_OF_BERT | {"pad_token_id": 1, "relative_attention_num_buckets": NUM_BUCKETS},
     ),
     "modernbert": Family(
         _modernbert,

@@ -266,6 +266,7 @@ class Attention(SubLayer):
             self._query_factors = self._q_norm * self._k_norm / scale**2
             self._q_norm = self._k_norm = self._q_norm.new_ones(config.head_dim)
         self._sinks = loader.tensor("sinks")
+        self._distance_bias: torch.Tensor | None = None  # of two-sided attention
         if whole.qk_norm == "full" and loader.parallel is not None:
             assert self._q_norm is not None
             assert self._k_norm is not None
@@ -329,6 +330,7 @@ class Attention(SubLayer):
             window=0 if config.is_chunked else config.window,
             softcap=config.softcap,
             sinks=self._sinks,
+            distance_bias=self._distance_bias,
             out=buffers["attended"],
         )
         if config.is_gated:
