@@ -11,7 +11,10 @@ constexpr float kSwigluAlpha = 1.702f, kSwigluLimit = 7.0f;  // of gpt-oss
 template <Activation kActivation>
 QUIRE_INLINE f32x16 activate(f32x16 x) {
   if constexpr (kActivation == Activation::kSilu) return x / (exp(-x) + 1.0f);
-  if constexpr (kActivation == Activation::kGelu) return (erf(x * 0.70710678f) + 1.0f) * x * 0.5f;
+  if constexpr (kActivation == Activation::kGelu) {
+    const f32x16 outside = x * normal_tail(x);
+    return select(x < 0.0f, outside, x - outside);
+  }
   if constexpr (kActivation == Activation::kRelu2) {
     const f32x16 positive = select(x < 0.0f, splat(0.0f), x);  // so that a NaN stays
     return positive * positive;
