@@ -84,12 +84,11 @@ struct HeadRows {
     }
     const int32_t* table = plan.block_tables + visit.sequence * plan.table_stride;
     const int64_t start = static_cast<int64_t>(visit.tile) * kTileTokens;
-    for (int key = visit.first_key; key < visit.end_key;) {
-      const int64_t entry = table[(start + key) / plan.block_size];
-      const int64_t offset = (start + key) % plan.block_size;
+    int64_t entry = (start + visit.first_key) / plan.block_size, offset = (start + visit.first_key) % plan.block_size;
+    for (int key = visit.first_key; key < visit.end_key; ++entry, offset = 0) {
       const int count = static_cast<int>(min(plan.block_size - offset, visit.end_key - key));
-      locate_piece<T>(kv.keys, of_head, entry, offset, count, tile.rows[0] + key, tile.key_scales + key);
-      locate_piece<T>(kv.values, of_head, entry, offset, count, tile.rows[1] + key, tile.value_scales + key);
+      locate_piece<T>(kv.keys, of_head, table[entry], offset, count, tile.rows[0] + key, tile.key_scales + key);
+      locate_piece<T>(kv.values, of_head, table[entry], offset, count, tile.rows[1] + key, tile.value_scales + key);
       key += count;
     }
   }
