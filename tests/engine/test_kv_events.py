@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from socket import socket as tcp_socket
 
 import msgspec
 import pytest
@@ -295,9 +297,17 @@ def test_many_engines_publish_to_one_subscriber():
     assert seen == {(b"kv@pod0@model", None), (b"kv@pod1@model", 0)}
 
 
+def first_of_two_free_ports() -> int:
+    while True:
+        with tcp_socket() as one, tcp_socket() as next_one, contextlib.suppress(OSError):
+            one.bind(("", 0))
+            port = one.getsockname()[1]
+            next_one.bind(("", port + 1))
+            return port
+
+
 def test_replicas_of_one_address_have_ports_of_their_own():
-    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    port = first_of_two_free_ports()
     publisher = KVEventPublisher(
         f"tcp://*:{port - 3}", f"tcp://127.0.0.1:{port - 2}", topic=TOPIC, data_parallel_rank=3
     )
