@@ -80,8 +80,8 @@ def test_fewer_bits(options: dict[str, Any], name: str, tmp_path: Path) -> None:
 
 
 def test_steps_have_room_for_the_longest_text(tmp_path: Path) -> None:
-    model = make_encoder("distilbert", max_position_embeddings=900)
-    [prompt] = random_prompts([900])
+    model = make_encoder("distilbert", max_position_embeddings=1_100)
+    [prompt] = random_prompts([1_100])
     with LLM(str(save_encoder(model, tmp_path)), num_threads=2) as llm:
         [row] = rows_of(llm, [prompt])
     np.testing.assert_allclose(row, hidden_states(model, prompt).mean(0), atol=1e-5, rtol=0)

@@ -35,7 +35,8 @@ class SchedulerConfig(SettableConfig):
         default=0,
         unit="tokens",
         help="Maximum number of tokens computed per step, over all sequences. 0: 512 on a CPU, 8192 on a GPU "
-        "with at least 64 GB of memory, 2048 on others.",
+        "with at least 64 GB of memory, 2048 on others; of a model that is not causal twice as many, or the "
+        "longest prompt.",
     )
     max_num_seqs: PositiveInt = knob(
         default=256, unit="sequences", help="Maximum number of sequences per step."

@@ -127,7 +127,8 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     whole = dataclasses.replace(scheduler, dynamic_split_fuse=False, enable_prefix_caching=False)
     if not whole.max_num_batched_tokens:
         usual = scheduler.with_step_tokens().max_num_batched_tokens
-        longest = max(usual, config.max_model_len or model.max_model_len)
+        # Whole prompts fill small steps badly, and no next token waits for a step to end.
+        longest = max(2 * usual, config.max_model_len or model.max_model_len)
         whole = dataclasses.replace(whole, max_num_batched_tokens=longest)
     return dataclasses.replace(config, scheduler=whole)
 
