@@ -85,13 +85,13 @@ def write_onnx(checkpoint: Path, path: Path) -> None:
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa").eval()
-    ids = torch.ones(2, 16, dtype=torch.int64)
+    ids, mask = torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)
     shape = {0: torch.export.Dim("texts"), 1: torch.export.Dim("tokens")}
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         exported = Path(directory, "model.onnx")
         torch.onnx.export(
             _States(model).eval(),
-            (ids, ids),
+            (ids, mask),  # one tensor for both would become one input
             exported,
             input_names=["input_ids", "attention_mask"],
             dynamic_shapes=(shape, shape),
