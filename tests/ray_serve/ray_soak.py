@@ -37,7 +37,9 @@ app = quire.ray.build_app(
     model="mini", num_replicas=int(sys.argv[2]), replica_cpus=1, num_threads=1, num_kv_blocks=512,
     ingress_port=int(sys.argv[3]), connect_timeout=2, health_interval=0.5, first_byte_timeout=30,
 )
-serve.run(app)
+# The ingress needs no CPU of its own, and is where no fault strikes.
+on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.01}}
+serve.run(serve.Application(app._bound_deployment.options(ray_actor_options=on_head)))
 """
 
 
@@ -55,15 +57,11 @@ class Cluster:
 
     def start(self) -> None:
         """Start Ray and the engines; returns when all are up."""
-        self._ray(self._head, "--head", "--port=6379", f"--num-cpus={ENGINES_PER_MACHINE + 1}")
-        self._deploy(ENGINES_PER_MACHINE)  # and the ingress, while there is no other machine
+        self._ray(self._head, "--head", "--port=6379", f"--num-cpus={ENGINES_PER_MACHINE}")
         self.start_other()
-        self._deploy(2 * ENGINES_PER_MACHINE)
+        numbers = f"{2 * ENGINES_PER_MACHINE}", f"{PORT}"
+        self._run(self._head, sys.executable, "-P", "-c", DEPLOY, f"{self._head.address}:6379", *numbers)
         self._wait_until_up()
-
-    def _deploy(self, num_engines: int) -> None:
-        address = f"{self._head.address}:6379"
-        self._run(self._head, sys.executable, "-P", "-c", DEPLOY, address, str(num_engines), str(PORT))
 
     def start_other(self) -> None:
         """Let the second machine join."""
