@@ -54,8 +54,17 @@ class Answering:
         self._failure: EngineRequestError | None = None
         self._deadline = math.inf  # for another engine, on the event loop's clock
 
-    async def wait_for_engine(self, prompt: Prompt) -> Engine | None:
-        """Return the engine to try next, when one is up and not busy; None: none can be expected to be."""
+    async def wait_for_engine(self, prompt: Prompt) -> None:
+        """Wait until an engine can take a prompt.
+
+        Raises:
+            ApiError: none is up, nor can be expected to be.
+        """
+        if await self._next_engine(prompt) is None:
+            raise self._no_answer(prompt.model)
+
+    async def _next_engine(self, prompt: Prompt) -> Engine | None:
+        """Return the engine to try next, when one is up and not tried; None: none can be expected to be."""
         loop = asyncio.get_running_loop()
         if self._failure is None:
             self._deadline = loop.time() + self._config.recovery_timeout
@@ -81,7 +90,7 @@ class Answering:
         """
         prefill = None if prefills is None else await prefills.next()
         num_begun = 0  # attempts that an engine may take for live
-        while (engine := await self.wait_for_engine(body.prompt)) is not None:
+        while (engine := await self._next_engine(body.prompt)) is not None:
             self._tried.append(engine)
             headers = asked.headers_for(f"again{num_begun}") if num_begun else asked.headers
             request = self._relay.asked(
@@ -175,7 +184,8 @@ class Answering:
     def _may_wait(self, prompt: Prompt) -> bool:
         failure = self._failure
         if failure is None:
-            return self._calls.engines.is_one_expected(prompt.model)
+            is_post = self._request.scope["method"] == "POST"
+            return is_post and self._calls.engines.is_one_expected(prompt.model)
         return self._num_failures < MAX_ATTEMPTS and not (failure.timed_out and failure.was_reached)
 
     def _note(self, error: EngineRequestError, *, is_first: bool) -> None:

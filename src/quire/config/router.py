@@ -113,8 +113,8 @@ class RouterConfig:
     recovery_timeout: NonNegativeFloat = knob(
         default=60.0,
         unit="seconds",
-        help="Time that a request waits for an engine to be up: when its own has failed, or when all have "
-        "that were up before. A stream that has begun continues there.",
+        help="Time that a POST request waits for an engine to be up: when its own has failed, or when all "
+        "have that were up before. A stream that has begun continues there.",
     )
     health_interval: Timeout = knob(
         default=1.0,

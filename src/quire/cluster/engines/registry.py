@@ -213,7 +213,8 @@ class Engines:
     def is_one_expected(self, model: str) -> bool:
         """Whether an engine that generates with a model may be up soon, as one has been or should be."""
         is_declared = model in self.models if model else bool(self.models)
-        return is_declared or any(engine.has_been_up for engine in self.of(DECODERS, model))
+        engines = self.of(DECODERS, model)
+        return is_declared or any(one.has_been_up and not one.is_draining for one in engines)
 
     def model_cards(self) -> list[ModelCard]:
         """Return the models of engines that generate, by what these say, each name once and in order."""
