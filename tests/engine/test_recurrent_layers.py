@@ -22,6 +22,7 @@ from quire.engine.memory.state_sizes import StateSizes
 from quire.errors import ConfigError
 from quire.execution import step_graphs
 from quire.execution.drafts.proposer import GuardedProposer, Proposer, RowsToContinue
+from quire.execution.profile_run import StepLimits, profile_run
 from quire.kernels.size_classes import SizeClasses, coarse_size_class
 from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints.config_reading import read_model_config
@@ -312,6 +313,13 @@ def test_a_draft_model_with_states_is_right_in_samples_of_one_prompt(path):
     alone = Engine(path).answers(prompts()[3:], seed=3, n=3, temperature=1e-6)
     assert engine.answers(prompts()[3:], seed=3, n=3, temperature=1e-6) == alone
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 20
+
+
+def test_made_up_steps_are_drafted_by_a_model_with_states(path):
+    engine = with_itself_as_draft_model(path)
+    runner = engine.core.runner
+    profile_run(runner, read_model_config(path).vocab_size, StepLimits(4, 48, 256, 2, 4, 8))
+    assert runner._proposer._proposer is not None, "a call has failed"
 
 
 def test_the_plan_has_the_bytes_of_a_draft_models_states(path):

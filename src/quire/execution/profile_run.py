@@ -23,6 +23,7 @@ from quire.step import (
     IntArray,
     NewRequestData,
     SchedulerOutput,
+    StateCopies,
     StepInFlight,
 )
 
@@ -253,8 +254,9 @@ class _DummySteps:
         """
         new = [self._request(slot, row, params, num_drafts) for slot, row in enumerate(rows)]
         request_ids = [request.request_id for request in new]
-        num_tokens = _array([row.num_tokens + num_drafts for row in rows])
-        none = np.zeros_like(num_tokens)
+        known = _array([row.num_tokens for row in rows])
+        num_tokens = known + num_drafts
+        none, pairs = np.zeros_like(num_tokens), np.empty((0, 2), dtype=np.int32)
         num_groups = len(self._runner.kv_caches)
         output = SchedulerOutput(
             step=0,
@@ -275,6 +277,7 @@ class _DummySteps:
             block_copies=np.empty((0, 2, num_groups), dtype=np.int32),
             num_drafts_wanted=np.full(len(rows), num_drafts, dtype=np.int32) if num_drafts else None,
             evictions=EvictionData(none, none) if scores else None,
+            state_copies=StateCopies(pairs, pairs, known.astype(np.int64)),
         )
         self._running = request_ids
         allowed = self._grammar(request_ids, 1 + num_drafts) if params is _ALL_THERE_IS else None

@@ -28,7 +28,7 @@ class DenseRows(NamedTuple):
 def through(layers: Sequence[DenseRows], rows: torch.Tensor) -> torch.Tensor:
     """Return what layers make of rows [N, inputs], of any type: [N, outputs] float32, on the host.
 
-    No bit of a row depends on the others.
+    With native kernels, no bit of a row depends on the others.
     """
     return torch.cat([_through(layers, piece.float().cpu()) for piece in torch.split(rows, POOLED_TOKENS)])
 

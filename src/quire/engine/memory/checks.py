@@ -26,7 +26,8 @@ def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
     if plan.states is not None and plan.state_bytes > free:
         raise ConfigError(
             f"the states of recurrent layers take {format_bytes(plan.state_bytes)}, "
-            f"{format_bytes(plan.states.layout.bytes_per_state)} for each of the {plan.states.num_states}, "
+            f"{format_bytes(plan.states.layout.bytes_per_state)} for each of the {plan.states.num_states}"
+            f"{' and copies for drafts' if plan.states.draft_bytes else ''}, "
             f"but the weights leave {format_bytes(free)}; lower SchedulerConfig.max_num_seqs"
             f"{' or num_linear_attention_blocks' if config.scheduler.num_linear_attention_blocks else ''}"
         )

@@ -37,9 +37,9 @@ class DraftStates:
 
     def begin(self, slots: Int64Array) -> Int64Array:
         """Copy the states of slots [S] for drafts to go on with; return how many tokens each has taken in."""
+        places = array_to_device(slots, self._copies.states.device)
         for layer, copies in zip(self._layers, self._copies.layers, strict=True):
             for name, part in layer.items():
-                places = array_to_device(slots, part.device)
                 copies[name][places] = part[places]
         return self._taken_in[slots]
 
