@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from native_settings import on_instruction_sets, threads
+from row_attention import attended, naive, random_bias, random_rows
 
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVOfRows
@@ -22,55 +21,12 @@ WINDOWS = (0, 1, 9, 65, 2000)
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2**-6}
 
 
-def random_rows(heads: HeadLayout, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return queries, keys and values of each sequence, [length, width]."""
-    generator = torch.Generator().manual_seed(1)
-    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-    return [torch.randn(length, width, generator=generator).to(dtype) for length in LENGTHS]
-
-
-def attended(kernels: KernelSet, rows: list[torch.Tensor], heads: HeadLayout, **options: Any) -> torch.Tensor:
-    lengths = [len(each) for each in rows]
-    batch = AttentionBatch.build(
-        np.zeros(len(rows)), np.array(lengths), np.zeros((len(rows), max(lengths))), 1
-    ).over_rows()
-    qkv = torch.cat(rows)
-    kv = KVOfRows.of(qkv, heads)
-    query = kernels.rotary_and_write_kv(
-        qkv, kv, batch, heads=heads, cos=None, sin=None, q_norm=None, k_norm=None, eps=0.0
-    )
-    return kernels.paged_attention(query, kv, batch, scale=heads.head_dim**-0.5, **options)
-
-
-def random_bias(heads: HeadLayout, most: int) -> torch.Tensor:
-    """Return what is added to scores by distances up to `most`."""
-    return torch.randn(heads.num_heads, 2 * most + 1, generator=torch.Generator().manual_seed(2))
-
-
-def naive(
-    rows: torch.Tensor, heads: HeadLayout, window: int = 0, distance_bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
-    query, key, value = (
-        part.double().view(len(rows), -1, heads.head_dim) for part in rows.split(sizes, dim=-1)
-    )
-    key, value = (part.repeat_interleave(heads.group, dim=1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * heads.head_dim**-0.5
-    distance = torch.arange(len(rows)) - torch.arange(len(rows))[:, None]
-    if distance_bias is not None:
-        most = distance_bias.shape[1] // 2
-        scores += distance_bias.double()[:, distance.clamp(-most, most) + most]
-    if window:
-        scores.masked_fill_(distance.abs() >= window, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-
-
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_each_token_sees_both_sides(name: str, window: int, dtype: torch.dtype) -> None:
     heads = HeadLayout(4, 2, 32)
-    rows = random_rows(heads, dtype)
+    rows = random_rows(LENGTHS, heads, dtype)
     found = attended(KERNELS[name], rows, heads, window=window).split(LENGTHS)
     for each, result in zip(rows, found, strict=True):
         expected = naive(each, heads, window)
@@ -82,7 +38,7 @@ def test_each_token_sees_both_sides(name: str, window: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_scores_get_a_bias_by_distance(name: str, most: int, window: int, dtype: torch.dtype) -> None:
     heads = HeadLayout(4, 2, 32)
-    rows, bias = random_rows(heads, dtype), random_bias(heads, most)
+    rows, bias = random_rows(LENGTHS, heads, dtype), random_bias(heads, most)
     found = attended(KERNELS[name], rows, heads, window=window, distance_bias=bias).split(LENGTHS)
     for each, result in zip(rows, found, strict=True):
         expected = naive(each, heads, window, bias)
@@ -97,7 +53,7 @@ def test_scores_get_a_bias_by_distance(name: str, most: int, window: int, dtype:
 @pytest.mark.parametrize("name", KERNELS)
 def test_bits_do_not_depend_on_company(name: str, dtype: torch.dtype, window: int, most: int | None) -> None:
     heads = HeadLayout(3, 3, 16)
-    rows = random_rows(heads, dtype)
+    rows = random_rows(LENGTHS, heads, dtype)
     options = {"window": window, "distance_bias": None if most is None else random_bias(heads, most)}
     together = attended(KERNELS[name], rows, heads, **options).split(LENGTHS)
     backwards = attended(KERNELS[name], rows[::-1], heads, **options).split(LENGTHS[::-1])
@@ -110,7 +66,7 @@ def test_bits_do_not_depend_on_company(name: str, dtype: torch.dtype, window: in
 @on_instruction_sets(dtype=list(TOLERANCES), most=[None, 20, 128])
 def test_threads_change_no_bit(instruction_set: str, dtype: torch.dtype, most: int | None) -> None:
     heads = HeadLayout(4, 4, 64)
-    rows = random_rows(heads, dtype)
+    rows = random_rows(LENGTHS, heads, dtype)
     bias = None if most is None else random_bias(heads, most)
     expected = attended(KERNELS["native"], rows, heads, distance_bias=bias)
     with threads(3):
@@ -126,7 +82,7 @@ def test_threads_change_no_bit(instruction_set: str, dtype: torch.dtype, most: i
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_token_that_is_not_finite_spoils_its_own_sequence_only(name: str, most: int | None) -> None:
     heads = HeadLayout(4, 2, 32)
-    rows = random_rows(heads)
+    rows = random_rows(LENGTHS, heads)
     options = {"window": 9, "distance_bias": None if most is None else random_bias(heads, most)}
     expected = attended(KERNELS[name], rows, heads, **options).split(LENGTHS)
     rows[1][100] = float("nan")
@@ -147,7 +103,7 @@ def test_a_token_that_is_not_finite_spoils_its_own_sequence_only(name: str, most
 def test_a_bias_of_another_shape_is_refused(name: str, shape: tuple[int, ...]) -> None:
     heads = HeadLayout(4, 2, 32)
     with pytest.raises(ValueError, match=r"distance_bias is .* it must be \[4, an odd number\]"):
-        attended(KERNELS[name], random_rows(heads), heads, distance_bias=torch.zeros(shape))
+        attended(KERNELS[name], random_rows(LENGTHS, heads), heads, distance_bias=torch.zeros(shape))
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,9 +1,9 @@
 """Compiles the attention of some steps for a GPU of compute capability 9.0, which need not be there.
 
 A process of its own, as Triton decides once whether it interprets. Prints how many programs there are after
-each of three steps of one layer, and how many are of latents; and, with those of layers and caches of other
-kinds, what shared memory the largest takes in bytes, and the names of those without the tensor cores'
-instructions.
+each of three steps of one layer, and how many are of two-sided attention and of latents; and, with those of
+layers and caches of other kinds, what shared memory the largest takes in bytes, and the names of those
+without the tensor cores' instructions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 
 from caches import make_cache
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVOfRows
 from quire.kernels.attention.sparse_prefill import KeySelection
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.triton.attention import kernels as attention_kernels
 from quire.kernels.triton.attention import key_scores as key_score_kernel
 from quire.kernels.triton.attention import key_selection
@@ -46,6 +48,13 @@ OTHERS: list[tuple[int, int, torch.dtype, torch.dtype, dict[str, Any]]] = [
     (2, 64, torch.float32, torch.float32, {}),
 ]
 
+TWO_SIDED = [
+    # heads, KV heads, features, type, options
+    (12, 12, 64, BFLOAT16, {"distance_bias": torch.zeros(12, 257)}),  # all-mpnet-base-v2
+    (12, 12, 64, FLOAT16, {"window": 65}),  # ModernBERT-base
+    (12, 12, 32, torch.float32, {"distance_bias": torch.zeros(12, 257), "window": 65}),
+]
+
 LATENTS = [
     (16, 576, BFLOAT16, BFLOAT16),  # DeepSeek-V2-Lite
     (128, 576, BFLOAT16, FLOAT8),  # DeepSeek-V3
@@ -71,6 +80,15 @@ def attend(
         kv = kv.replace(value_pages=kv.key_pages, value_scales=kv.key_scales)
     query = torch.empty(sum(counts), group * len(kv.key_pages), head_dim, dtype=dtype)
     paged_attention(query, kv, batch, scale=0.125, **options)
+
+
+def attend_to_rows(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    layout = HeadLayout(heads, kv_heads, head_dim)
+    batch = AttentionBatch.build(np.zeros(3), np.array([200, 1, 30]), np.zeros((3, 200)), 1).over_rows()
+    kv = KVOfRows.of(torch.empty(231, (heads + 2 * kv_heads) * head_dim, dtype=dtype), layout)
+    paged_attention(torch.empty(231, heads, head_dim, dtype=dtype), kv, batch, scale=0.125, **options)
 
 
 def all_programs() -> list[Any]:
@@ -101,6 +119,11 @@ with compile_only(2):  # tiles of many rows and of few, with 8 rows of a head in
     selection = KeySelection(np.array([900, 520]), 0.8, 64, 8)
     attend(([800, 519], [200, 1], 64), *OTHERS[0], key_selection=selection)
     attend(([519], [1], 64), *OTHERS[1], key_selection=KeySelection(np.array([520]), 0.8, 256, 4))
+others = all_programs()
+with compile_only(2):
+    for two_sided in TWO_SIDED:
+        attend_to_rows(*two_sided)
+report["two_sided"] = len(all_programs()) - len(others)
 others = all_programs()
 with compile_only(2):
     for latents in LATENTS:

@@ -19,6 +19,7 @@ import torch
 import quire.kernels.triton
 from caches import make_cache
 from quire.kernels.attention.batch import AttentionBatch, StepStates
+from quire.kernels.attention.kv_layer import KVOfRows
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Float8Weight
@@ -64,6 +65,7 @@ def compute(kernels: TritonKernels) -> None:
     """Launch every kernel but those of attention and of experts."""
     rows = torch.zeros(3, 1024, dtype=BFLOAT16)
     kernels.add_rms_norm(rows, rows.clone(), torch.ones(1024), eps=1e-6)
+    kernels.rms_norm(rows, torch.ones(1024), bias=torch.ones(1024), eps=1e-6)
     kernels.gated_activation(rows, "gelu")
     rotate(kernels)
     recur(kernels)
@@ -106,7 +108,7 @@ def check_float8() -> None:
 
 
 def rotate(kernels: TritonKernels) -> None:
-    """Write a prompt to caches in int8, float8 and bfloat16, and its latents to one of keys."""
+    """Write a prompt to caches in int8, float8 and bfloat16, to none, and its latents to one of keys."""
     heads = HeadLayout(8, 2, 128)
     batch = AttentionBatch.build(np.array([3]), np.array([5]), np.array([[0]]), 16)
     angles = torch.zeros(5, 64)
@@ -116,6 +118,12 @@ def rotate(kernels: TritonKernels) -> None:
             torch.zeros(5, 12 * 128, dtype=BFLOAT16), kv, batch, heads=heads, cos=angles, sin=angles,
             q_norm=torch.ones(128), k_norm=torch.ones(128), eps=1e-6,
         )  # fmt: skip
+    whole = AttentionBatch.build(np.array([0]), np.array([5]), np.array([[0]]), 16).over_rows()
+    qkv = torch.zeros(5, 12 * 128, dtype=BFLOAT16)
+    kernels.rotary_and_write_kv(
+        qkv, KVOfRows.of(qkv, heads), whole, heads=heads, cos=angles, sin=angles, q_norm=None, k_norm=None,
+        eps=1e-6,
+    )  # fmt: skip
     kv = make_cache(1, 1, 1, 16, 576, BFLOAT16).views[0]
     kernels.rotary_and_write_kv(
         torch.zeros(5, 17 * 576, dtype=BFLOAT16), kv.replace(value_pages=kv.key_pages), batch,

@@ -29,6 +29,7 @@ def test_attention_compiles_for_hopper_once(tmp_path: Path) -> None:
     first, *later = report["programs"]
     assert first == 5  # attention and merging, of decodes and of prompts; key scores
     assert later == [first, first]
+    assert report["two_sided"] > 0
     assert report["latents"] > 0
     assert report["shared"] <= SHARED_BYTES["90"]
     assert report["no_tensor_cores"] == ["attend"]  # that of float32

@@ -316,12 +316,17 @@ def _positions(batch: AttentionBatch) -> HostArrays:
     return HostArrays((batch.positions.numpy(),))
 
 
-def check_distance_bias(shape: torch.Size, num_heads: int, batch: AttentionBatch) -> None:
-    """Raise ValueError unless attention of a step may have a bias by distance of this shape."""
+def check_distance_bias(bias: torch.Tensor, num_heads: int, batch: AttentionBatch) -> None:
+    """Raise ValueError unless attention of a step may have this bias by distance."""
+    shape = bias.shape
     if len(shape) != 2 or shape[0] != num_heads or not shape[1] % 2 or not batch.is_two_sided:
         raise ValueError(
             f"distance_bias is {list(shape)}, for a batch that is {'' if batch.is_two_sided else 'not '}"
             f"two-sided; it must be [{num_heads}, an odd number], for one that is"
+        )
+    if bias.dtype is not torch.float32 or not bias.is_contiguous():
+        raise ValueError(
+            f"distance_bias is {bias.dtype} with strides {bias.stride()}; it must be float32 and contiguous"
         )
 
 

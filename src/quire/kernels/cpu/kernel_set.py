@@ -415,12 +415,7 @@ def _attention_numbers(value_dim: int, query: Form, out: Form, sinks: Form | Non
 
 def _max_distance(distance_bias: torch.Tensor, num_heads: int, batch: AttentionBatch) -> int:
     """Return the distance from which on a bias stays as it is."""
-    check_distance_bias(distance_bias.shape, num_heads, batch)
-    if distance_bias.dtype is not torch.float32 or not distance_bias.is_contiguous():
-        raise ValueError(
-            f"distance_bias is {distance_bias.dtype} with strides {distance_bias.stride()}; it must be "
-            "float32 and contiguous"
-        )
+    check_distance_bias(distance_bias, num_heads, batch)
     check_on_cpu("distance_bias", form_of(distance_bias))
     return distance_bias.shape[1] // 2
 

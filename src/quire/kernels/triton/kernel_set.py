@@ -159,10 +159,16 @@ class TritonKernels(KernelSet):
         distance_bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if distance_bias is not None:
-            raise ValueError("distance_bias: the triton kernels compute no attention with a bias by distance")
         return paged_attention(
-            query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
+            query,
+            kv,
+            batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            distance_bias=distance_bias,
+            out=out,
         )
 
     @override

@@ -32,7 +32,8 @@ class AttentionCall:
     tables: torch.Tensor  # [S, max_blocks] int32
     heads: HeadLayout
     how: Scores
-    window: int
+    window: int  # that a token sees, in a two-sided batch on both sides together; 0: all
+    distance_bias: torch.Tensor | None = None  # [heads, an odd number] float32, see `KernelSet`
     selected: SelectedKeys | None = None  # None: all keys are seen
 
     @property

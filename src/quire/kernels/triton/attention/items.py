@@ -37,6 +37,7 @@ FIRST_PLACE, _FIRST_TILE, END_TILE, _GAP_TILE, _GAP_END_TILE, _GAP, _GAP_END = r
 _NUM_FIELDS = 10
 _PART, _FIRST_VISIT = 10, 11  # fields of an item behind those of its tile
 _NOTHING = -1  # in these
+_NO_END = 2**31 - 1  # of a gap
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -45,8 +46,9 @@ class _QueryTiles:
 
     Attributes:
         fields: [_NUM_FIELDS, N] the sequence; the first token, of the batch; tokens; the first one's place in
-            the sequence's cache; the first tile of the keys that are seen, and the end of the last; the first
-            tile and the end of a gap within, of which no tile is seen; the first key and the end of the gap.
+            the sequence's cache, or the last place that it sees; the first tile of the keys that are seen,
+            and the end of the last; the first tile and the end of a gap within, of which no tile is seen; the
+            first key and the end of the gap, which may lie behind the sequence.
         has_gaps: whether there are any; else those of the fields are empty.
     """
 
@@ -73,6 +75,9 @@ def plan_arrays(
     heads: HeadLayout, window: int, classes: tuple[int, ...], batch: AttentionBatch
 ) -> HostArrays:
     """Return items and merges of each class, and numbers.
+
+    A token of a two-sided batch is treated as the one `window // 2` places behind it, or as the last one if
+    there is no window: it sees the keys from there backwards, but for those behind the sequence.
 
     The numbers are the parts of each class, the tiles that its selecting items may visit, and whether there
     are gaps. An item [ITEM_FIELDS] int32 is as in `_QueryTiles`, then its part, and where in a list the tiles
@@ -155,9 +160,16 @@ def _query_tiles(
     first_token[:] = row_starts[sequence] + first
     count[:] = np.minimum(num_tokens[which] - first, tokens_per_tile)
     place[:] = batch.num_cached_tokens[sequence] + first
+    if batch.is_two_sided:
+        place += window // 2 if window else num_tokens[which] - 1
     if window:
         first_tile[:] = np.maximum(place - window + 1, 0) // TILE
     end_tile[:] = (place + count - 1) // TILE + 1
+    if batch.is_two_sided:
+        gap[:], gap_end[:] = num_tokens[which], _NO_END
+        end_tile[:] = np.minimum(end_tile, (gap - 1) // TILE + 1)
+        gap_tile[:] = gap_end_tile[:] = end_tile
+        return _QueryTiles(fields, has_gaps=True)
     if skipped is None:
         return _QueryTiles(fields, has_gaps=False)
     gap[:] = skipped.start[sequence]

@@ -61,6 +61,14 @@ def log2_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def log2_bias(bias, head, distance, is_row, MAX_DISTANCE: tl.constexpr):
+    """Return what scores get for distances [rows, TILE], over the logarithm of 2; `head` [rows] is theirs."""
+    nearest = tl.minimum(tl.maximum(distance, -MAX_DISTANCE), MAX_DISTANCE)
+    of_rows = bias + head * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
+    return tl.load(of_rows[:, None] + nearest, mask=is_row[:, None], other=0.0) * _LOG2_E
+
+
+@triton.jit
 def key_places(tables, sequence, table_stride, key, is_held, BLOCK_SIZE: tl.constexpr):
     """Return page and place in it of a sequence's keys."""
     page = tl.load(tables + sequence.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=is_held, other=0)
@@ -209,6 +217,7 @@ def attend(
     visit_stride,
     num_visits,  # [kv_heads, items]
     sinks,
+    distance_bias,  # [heads, 2 * MAX_DISTANCE + 1]
     out,
     part_sums,  # [parts, kv_heads, ROWS, FEATURES + REST]
     part_statistics,  # [parts, kv_heads, 2, ROWS]
@@ -223,11 +232,13 @@ def attend(
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SEEN_TILES: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
     PRODUCT_TYPE: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_GAPS: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
@@ -314,6 +325,10 @@ def attend(
             scale_offset += kv_head * key_scale_head_stride
             products *= load_scales(key_scales, scale_offset, is_held)[None, :]
         scores = log2_scores(products, scale, softcap, HAS_SOFTCAP)
+        if HAS_BIAS:  # of two-sided attention, see `attention_items.plan_arrays`
+            moved = window // 2 if HAS_WINDOW else tl.load(item + 8) - 1
+            distance = key[None, :] - (row_place - moved)[:, None]
+            scores += log2_bias(distance_bias, query_head, distance, is_row, MAX_DISTANCE)
         scores = tl.where(is_seen, scores, float("-inf"))
 
         span_top, factor, weights = weights_of(span_top, scores, PRODUCT_TYPE)

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import torch
 
-from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch, check_distance_bias
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.paged import Scores
 from quire.kernels.attention.step_arrays import HostArrays
@@ -39,6 +39,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `KernelSet.paged_attention`.
@@ -53,15 +54,19 @@ def paged_attention(
     _check_query(query, layer, batch)
     if sinks is not None:
         _check_sinks(sinks, query)
+    if distance_bias is not None:
+        check_distance_bias(distance_bias, query.shape[1], batch)
     if out is None:
         out = query.new_empty(query.shape)
     else:
         _check_out(out, query)
+    if batch.is_two_sided:
+        window = _two_sided_window(window, batch)
     layer = with_groups(layer, query.shape[1])
     heads = HeadLayout(query.shape[1], layer.num_kv_heads, query.shape[2])
     how = Scores(scale, softcap, sinks)
     tables = _block_tables(batch, layer.num_pages, query.device)
-    call = AttentionCall(query, layer, tables, heads, how, window)
+    call = AttentionCall(query, layer, tables, heads, how, window, distance_bias)
     call = dataclasses.replace(call, selected=select_keys(call, batch))
     plan = attention_plan(
         batch, heads, window, is_float32=call.is_float32, is_converted=call.is_converted, device=query.device
@@ -89,6 +94,7 @@ def _attend(
     num_items = tiles.items.shape[0]
     num_warps, num_stages = _warps_and_stages(call, tiles.rows, features + rest, num_items)
     visits, num_visits = list_visits(call, tiles)
+    bias = call.distance_bias
     attend[num_items, call.heads.num_kv_heads](
         call.query,
         *call.query.stride()[:2],
@@ -104,6 +110,7 @@ def _attend(
         0 if visits is None else visits.stride(0),
         num_visits,
         call.how.sinks,
+        bias,
         out,
         tiles.part_sums,
         tiles.part_statistics,
@@ -116,8 +123,10 @@ def _attend(
         FEATURES=features,
         REST=rest,
         ROWS=tiles.rows,
+        MAX_DISTANCE=0 if bias is None else bias.shape[1] // 2,
         KEYS_ARE_VALUES=call.layer.keys_are_values,
         HAS_SINKS=call.how.sinks is not None,
+        HAS_BIAS=bias is not None,
         HAS_GAPS=plan.has_gaps,
         HAS_STATISTICS=statistics is not None,
         num_warps=num_warps,
@@ -169,6 +178,14 @@ def _warps_and_stages(call: AttentionCall, rows: int, features: int, num_tiles: 
     if num_tiles * call.heads.num_kv_heads > MULTIPROCESSORS:
         return 2, 3
     return (8, 5) if features == 128 and has_large_tiles() else (4, 3)
+
+
+def _two_sided_window(window: int, batch: AttentionBatch) -> int:
+    """Return how many keys the tokens of a two-sided batch see with a window of so many on each side; 0: all.
+
+    No window that all sequences fit into is one, so that places stay small.
+    """
+    return 2 * window - 1 if 0 < window < batch.num_tokens.max(initial=0) else 0
 
 
 def _check_query(query: torch.Tensor, layer: TritonLayer, batch: AttentionBatch) -> None:

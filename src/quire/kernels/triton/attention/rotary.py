@@ -236,11 +236,13 @@ def rotary_and_write_kv(
     q_norm = _norm_of_heads(query, q_norm, heads.head_dim, eps)
     k_norm = _norm_of_heads(key, k_norm, heads.head_dim, eps)
     kind = type(kv.quantizer)
-    writes = kv.quantizer is None or kind in BUILT_IN_QUANTIZERS.values()
-    slot_blocks, slot_offsets = _places(batch, kv, qkv.device)
+    is_built_in = kv.quantizer is None or kind in BUILT_IN_QUANTIZERS.values()
+    stays = batch.is_two_sided  # whose rows are where they go
+    writes = is_built_in and not stays
+    slot_blocks, slot_offsets = (None, None) if stays else _places(batch, kv, qkv.device)
     num_vectors = num_tokens * (heads.num_heads + heads.num_kv_heads + num_value_heads)
     block = _BLOCK if heads.head_dim <= _LARGE_HEAD else _BLOCK // 4
-    if num_tokens:
+    if num_tokens and (writes or any(part is not None for part in (cos, q_norm, k_norm))):
         _rotary_and_write_kv_kernel[(-(-num_vectors // block),)](
             qkv,
             q_norm,
@@ -276,7 +278,7 @@ def rotary_and_write_kv(
             num_warps=2,
             enable_fp_fusion=False,  # of a product and the sum that rounds it
         )
-    if not writes:
+    if not writes and not stays:
         value = qkv[:, query_width + key_width :] if num_value_heads else key  # which is not read again
         shape = num_tokens, heads.num_kv_heads, heads.head_dim
         write_kv(key.view(shape), value.view(shape), kv, batch)
