@@ -280,6 +280,19 @@ def test_dense_layers_come_behind_pooling(tmp_path: Path) -> None:
     np.testing.assert_allclose(row, expected / expected.norm(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_dense_layers_behind_pooling_are_the_host_s_in_float32(on_gpu: bool, tmp_path: Path) -> None:
+    save_encoder(make_encoder("bert"), tmp_path, {"Pooling": pooling("cls_token"), "Dense": DENSE})
+    tensors = {"linear.weight": torch.zeros(24, 64), "linear.bias": torch.zeros(24)}
+    save_file(tensors, tmp_path / "2_Dense" / "model.safetensors")
+    config = read_model_config(tmp_path)
+    planned, others = (
+        weight_bytes(each, "bfloat16", "none", 128, on_gpu=on_gpu)
+        for each in (config, dataclasses.replace(config, row_layers=()))
+    )
+    assert planned - others == (0 if on_gpu else (64 * 24 + 24) * 4)
+
+
 def test_texts_are_as_long_as_published(tmp_path: Path) -> None:
     save_encoder(make_encoder("bert"), tmp_path, {"Pooling": pooling("mean_tokens")})
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 40, "do_lower_case": false}')

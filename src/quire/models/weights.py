@@ -18,6 +18,7 @@ _IN_GROUPS = ("int4", "grouped_int8", "mxfp4")
 _FLOAT8 = ("fp8", "fp8_blocks")
 _FLOATS = ("none", 0)
 _FLOAT8_BLOCK = 128  # rows that share a scale
+_OF_ROW_LAYERS = "row_"  # what the names of their fields begin with
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -154,7 +155,8 @@ def weight_bytes(
 
     A tied embedding counts as the output layer; beside it only the rows that are looked up are read, where
     the file is mapped, unless the file has it in another floating-point type: then it is held a second time.
-    A quantized one is decoded there row by row. So it is with the embedding that layers get vectors of.
+    A quantized one is decoded there row by row. So it is with the embedding that layers get vectors of. What
+    pooled rows go through is held in float32, and never on a GPU.
 
     Args:
         config: the whole model's numbers.
@@ -172,6 +174,9 @@ def weight_bytes(
     main = config.stored_quantization, config.stored_group_size
     total = 0
     for spec in {spec.sources: spec for spec in weight_specs(config, shard)}.values():
+        if spec.field.startswith(_OF_ROW_LAYERS):
+            total += 0 if on_gpu else _num_held(spec) * DTYPE_BYTES["float32"]
+            continue
         kind, size = stored.get((spec.layer, spec.field), main if spec.is_quantized else _FLOATS)
         is_float = kind == "none" or (kind in _FLOAT8 and not has_float8)
         wanted = "none", group_size
@@ -233,7 +238,11 @@ def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str, *, on_gp
     is_mapped = is_seldom_read and stored == dtype
     if not on_gpu and (is_mapped or not stored):
         return 0
-    return sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]
+    return _num_held(spec) * DTYPE_BYTES[dtype]
+
+
+def _num_held(spec: WeightSpec) -> int:
+    return sum(math.prod(source.held_shape) for source in spec.sources)
 
 
 def held_quantization(config: ModelConfig, quantization: str, *, has_float8: bool) -> str:
