@@ -15,6 +15,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from counted_memory import CountedMemory
+from encoders import make_encoder, save_encoder
 from host_choice import HostChoice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine import core
@@ -26,6 +27,7 @@ from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
 from quire.execution import profile_run
 from quire.kernels import dispatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.devices import device as devices
 from quire.kernels.reference import ReferenceKernels
 from quire.models.checkpoints import loading
@@ -156,6 +158,23 @@ def test_states_are_no_activations(
     taken = plan.weight_bytes + 10**7 + plan.state_bytes
     assert started(config).info.num_blocks == blocks_after(plan, 10**8, taken)
     assert profiled == [in_use]
+
+
+def test_made_up_prompts_of_an_encoder_are_whole(
+    gpu: CountedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_encoder(make_encoder("bert", num_hidden_layers=1), tmp_path)
+    lengths: list[list[int]] = []
+    forward = Decoder.forward
+
+    def watch(model: Decoder, ids: Any, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:
+        assert not batch.num_cached_tokens.any()
+        lengths.append(batch.num_tokens.tolist())
+        return forward(model, ids, kv, batch, **options)
+
+    monkeypatch.setattr(Decoder, "forward", watch)
+    started(config_of(tmp_path, max_model_len=40))
+    assert lengths[-4:] == [[40, 22, 1, 1], [16], [4], [4, 1, 1, 1]]
 
 
 @pytest.mark.interpreter

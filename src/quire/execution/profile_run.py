@@ -67,6 +67,7 @@ class StepLimits:
     draft_length: int  # tokens, of each of `max_num_seqs` requests
     longest_draft: int = 0  # tokens, of a request while few run
     max_drafts: int = 0  # tokens, of all requests together
+    is_causal: bool = True  # else prompts come whole
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -133,7 +134,7 @@ def _compute_all(steps: _DummySteps, limits: StepLimits, times: int) -> None:
     steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
     for rows in _chunks(limits):
         steps.compute(rows, _PLAIN)
-    for rows in _decodes(limits):
+    for rows in _decodes(limits) if limits.is_causal else ():
         steps.compute(rows, _PLAIN, times=times)
     longest_draft = min(limits.longest_draft, longest - 1, most - 1)
     if longest_draft:
@@ -192,13 +193,17 @@ def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:
 
 
 def _chunks(limits: StepLimits) -> Iterator[list[_Row]]:
-    """Yield a chunk of a prompt behind the longest context; a smaller one; and one beside a few decodes."""
+    """Yield a chunk of a prompt behind the longest context; a smaller one; and one beside a few decodes.
+
+    Where prompts come whole, they are as long as that.
+    """
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
     chunks = [max(1, min(longest, most // share)) for share in (4, 16)]
     few = max(0, min(MAX_DECODES_BESIDE, limits.max_num_seqs - 1, most - chunks[1]))
     decode = _Row(longest - 1, 1)
     for length, num_decodes in ((chunks[0], 0), (chunks[1], 0), (chunks[1], few)):
-        yield [_Row(longest - length, length)] + [decode] * num_decodes
+        rows = [_Row(longest - length, length)] + [decode] * num_decodes
+        yield rows if limits.is_causal else [dataclasses.replace(row, num_computed=0) for row in rows]
 
 
 def _decodes(limits: StepLimits) -> Iterator[list[_Row]]:

@@ -34,8 +34,6 @@ class KernelSet(ABC):
     """Chooses tokens where the logits are."""
     takes_any_value_size: ClassVar[bool] = True
     """Whether heads of values may have other sizes than those of queries and keys."""
-    is_two_sided: ClassVar[bool] = False
-    """Whether attention of batches that are two-sided can be computed."""
     takes_chunks: ClassVar[bool] = True
     """Whether attention may be that of `AttentionBatch.in_chunks`."""
     device: torch.device = HOST

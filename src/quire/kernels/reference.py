@@ -48,7 +48,6 @@ class ReferenceKernels(KernelSet):
     """What the other kernels are tested against. torch allocates by itself."""
 
     name = "reference"
-    is_two_sided = True
     sampling: ClassVar[TokenChoice] = HostChoice(ReferenceScans())
     weight_layout = None
 

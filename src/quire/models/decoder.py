@@ -12,6 +12,7 @@ import torch
 
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.devices.device import to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.layers.linear import Linear
 from quire.models.config import ModelConfig
@@ -214,7 +215,7 @@ class Decoder:
             if token_types is None:
                 hidden += self._learned_positions[0].index_select(0, positions)
             else:
-                hidden += self._learned_positions[token_types, positions]
+                hidden += self._learned_positions[to_device(token_types, positions.device), positions]
         if self._embedding_norm is not None:
             weight, bias = self._embedding_norm
             self.kernels.rms_norm(hidden, weight, bias=bias, eps=self.config.norm_eps, out=hidden)

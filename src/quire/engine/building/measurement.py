@@ -110,6 +110,7 @@ def _profile_steps(
         speculation.draft_length(scheduler.max_num_seqs),
         speculation.draft_length(1),
         speculation.max_drafts(scheduler.max_num_seqs),
+        is_causal=models.target.config.is_causal,
     )
     small = plan.with_blocks([PROFILE_BLOCKS] * len(plan.kv_caches))
     if plan.states is not None:

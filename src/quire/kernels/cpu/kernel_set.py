@@ -67,7 +67,6 @@ class NativeKernels(KernelSet):
     """
 
     name = "native"
-    is_two_sided = True
     sampling: ClassVar[TokenChoice] = HostChoice(NativeScans())
 
     @property

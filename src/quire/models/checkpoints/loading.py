@@ -190,9 +190,8 @@ class _Loader:
                 "positions; lower it to that"
             )
         rows = self._tensor(self._specs[-1, "positions"])[self.model.unused_positions :]
-        if types is not None:
-            return (rows.float() + types[:, None]).to(self._dtype).to(self.kernels.device)
-        return rows[None].to(self.kernels.device)
+        rows = rows.to(self.kernels.device)
+        return rows[None] if types is None else (rows.float() + types[:, None]).to(self._dtype)
 
     def _embedding(self, field: str) -> Embedding:
         sources = self._specs[-1, field].sources

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from quire.errors import ModelError
 from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer
 from quire.models.layers.attention import Attention, AttentionConfig, head_section
 from quire.models.shard import Shard
@@ -63,18 +62,9 @@ class TwoSidedAttentionConfig(AttentionConfig):
 
 
 class TwoSidedAttention(Attention):
-    """Two-sided attention with its weights.
-
-    Raises:
-        ModelError: the kernels cannot compute it.
-    """
+    """Two-sided attention with its weights."""
 
     def __init__(self, whole: TwoSidedAttentionConfig, loader: LayerLoader) -> None:
-        if not loader.kernels.is_two_sided:
-            raise ModelError(
-                f"{loader.model.architecture} has attention to later tokens, which the "
-                f"{loader.kernels.name} kernels do not compute; set EngineConfig.device to 'cpu'"
-            )
         super().__init__(whole, loader)
         of_buckets = loader.tensor("distance_bias")
         if of_buckets is not None:
