@@ -16,7 +16,7 @@ from quire.kernels.triton.device import is_interpreted
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.skipif(not is_interpreted, reason="the engine would compute on a GPU, which tests/gpu has"),
+    pytest.mark.skipif(not is_interpreted, reason="these have not been tried on a GPU"),
 ]
 
 SMALL = {"kernels": "triton", "num_threads": 1, "max_num_batched_tokens": 300, "max_model_len": 140}
