@@ -25,10 +25,10 @@ LLAMACPP_SERVER := $(LLAMACPP)/server/bin/llama-server
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-random test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix bench-embeddings bench-two-models eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-random test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page test-aarch64 clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix bench-embeddings bench-two-models eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## Create .venv and install Quire with its development tools
 
@@ -90,6 +90,19 @@ sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer
 		cmake --build build/sanitize-$$sanitizer -j 2 > /dev/null && \
 		ctest --test-dir build/sanitize-$$sanitizer --no-tests=error --output-on-failure || exit 1; \
 	done
+
+# CPU is any that qemu-aarch64 knows: `max` has all instructions, cortex-a72 only those that each has.
+CPU := max
+AARCH64_CXX := aarch64-linux-gnu-g++
+test-aarch64: export QEMU_CPU = $(CPU)
+test-aarch64: export QEMU_LD_PREFIX = /usr/aarch64-linux-gnu
+test-aarch64:  ## Test the native kernels as they are on 64-bit ARM, in an emulator (five minutes)
+	@command -v $(AARCH64_CXX) > /dev/null && command -v qemu-aarch64 > /dev/null || { echo "There is no" \
+		"$(AARCH64_CXX) or no qemu-aarch64; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	cmake -S native -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64 > /dev/null
+	cmake --build build/aarch64 -j 2 > /dev/null
+	ctest --test-dir build/aarch64 --no-tests=error --output-on-failure
 
 conformance: $(READY)  ## List each row of the specifications with the tests that show it
 	@$(BIN)/pytest tests/conformance tests/datadist --conformance-list

@@ -104,6 +104,9 @@ QUIRE_INLINE f32x16 load(const fp16* from) {
 #elif defined(__F16C__)
   const __m128i* halves = reinterpret_cast<const __m128i*>(from);
   return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+#elif defined(__aarch64__)
+  const auto widen = [from](int first) { return bits_as<Vector<float, 4> >(vcvt_f32_f16(vld1_f16(&from->number + first))); };
+  return {{widen(0), widen(4)}, {widen(8), widen(12)}};
 #else
   // As a float whose exponent is too small by 112; the product makes that good, of denormal numbers too.
   const u32x16 bits = load_wide(from);
@@ -169,6 +172,13 @@ QUIRE_INLINE void store(fp16* to, f32x16 values) {
   __m128i* halves = reinterpret_cast<__m128i*>(to);
   _mm_storeu_si128(halves, _mm256_cvtps_ph(values.low, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(values.high, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  const auto narrow = [to](int first, const HalfOf<f32x16>& half) {
+    vst1_f16(&to->number + first, vcvt_f16_f32(bits_as<float32x4_t>(half.low)));
+    vst1_f16(&to->number + first + 4, vcvt_f16_f32(bits_as<float32x4_t>(half.high)));
+  };
+  narrow(0, values.low);
+  narrow(8, values.high);
 #else
   const u32x16 bits = bits_as<u32x16>(values);
   const u32x16 magnitude = bits & 0x7fffffff;

@@ -19,6 +19,8 @@ constexpr int kSpinsBeforeYield = 2000;
 void pause() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");  // waits for tens of cycles; `yield` would be over at once
 #else
   std::this_thread::yield();
 #endif

@@ -5,7 +5,9 @@
 
 namespace quire {
 
-#if defined(__FLT16_MANT_DIG__)
+#if defined(__aarch64__)
+using half = __fp16;  // GCC 12 has no _Float16 there
+#elif defined(__FLT16_MANT_DIG__)
 using half = _Float16;
 #else
 #error "a compiler with _Float16 is needed: GCC 12 or Clang 15"

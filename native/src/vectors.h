@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -193,6 +195,17 @@ QUIRE_INLINE V maximum(V a, V b) {
 template <class V>
 QUIRE_INLINE V minimum(V a, V b) {
   return select(a < b, a, b);
+}
+
+// Calls visit(to, from) for the registers of two vectors of as many.
+template <class To, class From, class Visit>
+QUIRE_INLINE void for_each_register(To& to, const From& from, const Visit& visit) {
+  if constexpr (kIsPair<To>) {
+    for_each_register(to.low, from.low, visit);
+    for_each_register(to.high, from.high, visit);
+  } else {
+    visit(to, from);
+  }
 }
 
 // Numbers of one type as another, floats towards zero.

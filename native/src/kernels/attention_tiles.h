@@ -18,7 +18,7 @@ constexpr int kScoreVectors = 4;
 constexpr int kValueRows = 3;
 constexpr int kValueVectors = 8;
 constexpr int kUnpackedVectors = 4;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int kChunkRows = 3;
 constexpr int kScoreVectors = 2;
 constexpr int kValueRows = 3;

@@ -51,7 +51,7 @@ struct Float4Group {
 // E2M1 as whole numbers: twice the number, plus kFloat4Zero.
 constexpr int kFloat4Zero = 12;
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
 alignas(64) constexpr uint8_t kFloat4Numbers[64] = {
     12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0, 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0,
     12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0, 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -66,6 +66,12 @@ QUIRE_INLINE u32x16 float4_numbers(u32x16 codes) {
   using Half = decltype(codes.low);
   return {bits_as<Half>(_mm256_shuffle_epi8(numbers, bits_as<__m256i>(codes.low))),
           bits_as<Half>(_mm256_shuffle_epi8(numbers, bits_as<__m256i>(codes.high)))};
+#elif defined(__aarch64__)
+  u32x16 found;
+  for_each_register(found, codes, [numbers = vld1q_u8(kFloat4Numbers)](auto& to, const auto& from) {
+    to = bits_as<Vector<uint32_t, 4> >(vqtbl1q_u8(numbers, bits_as<uint8x16_t>(from)));
+  });
+  return found;
 #else
   // Bit by bit: 5, 6 and 7 stand for 6, 8 and 12, smaller codes for themselves.
   const u32x16 low = codes & 0x01010101, middle = codes >> 1 & 0x01010101, high = codes >> 2 & 0x01010101;

@@ -130,7 +130,9 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
   uint8_t* rows = reinterpret_cast<uint8_t*>(call.scratch + scratch.rows);
   prepare_rows(
       call, pool,
-      [&](int64_t from, int64_t row) { scales[row] = quantize_row<128>(call, from, rows + row * row_stride, row_stride); },
+      [&](int64_t from, int64_t row) {
+        scales[row] = quantize_row<Int8Format::kOffset>(call, from, rows + row * row_stride, row_stride);
+      },
       [&](int64_t row, int64_t other) {
         std::memcpy(rows + other * row_stride, rows + row * row_stride, row_stride);
         scales[other] = scales[row];
@@ -147,7 +149,7 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
                                [&](int64_t row, i32x16(&sums)[2]) {
                                  f32x16 values[2];
                                  for (int half = 0; half < 2; ++half) {
-                                   const f32x16 exact = convert<f32x16>(sums[half] - column_sum[half] * 128);
+                                   const f32x16 exact = convert<f32x16>(sums[half] - column_sum[half] * Int8Format::kOffset);
                                    values[half] = exact * (column_scale[half] * scales[row]) + task.bias[half];
                                  }
                                  store_row(call, row, task, values);

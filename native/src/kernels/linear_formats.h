@@ -15,7 +15,7 @@ namespace quire::QUIRE_ISA {
 // Rows that are computed together: as many as have their sums in registers.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)  // which has twice as many registers, of half the length
 constexpr int kTileRows = 3;
 #else
 constexpr int kTileRows = 2;
@@ -79,7 +79,17 @@ struct BFloat16Format {
 #endif
 };
 
-#if !defined(__AVX512VNNI__)
+#if defined(__aarch64__)
+// Adds to each lane the products of its four bytes with those of `inputs`, all with signs.
+QUIRE_INLINE void add_byte_products(i32x16& sum, u32x16 bytes, uint32_t inputs) {
+  for_each_register(sum, bytes, [b = vreinterpretq_s8_u32(vdupq_n_u32(inputs))](auto& to, const auto& from) {
+    const int8x16_t a = bits_as<int8x16_t>(from);
+    // Inputs are -127 to 127, so that the sum of two products fits into 16 bits.
+    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+    to = bits_as<Vector<int32_t, 4> >(vpadalq_s16(bits_as<int32x4_t>(to), pairs));
+  });
+}
+#elif !defined(__AVX512VNNI__)
 // Of the two 16-bit numbers in each lane.
 template <class V>
 QUIRE_INLINE V sums_of_products(V a, V b) {
@@ -97,9 +107,14 @@ QUIRE_INLINE V sums_of_products(V a, V b) {
 }
 #endif
 
-// Inputs are stored with 128 added, as the instruction wants them unsigned; the sum of the column takes that away again.
+// Inputs are stored with kOffset added, as x86's instruction wants them unsigned; the sum of the column takes that away again.
 struct Int8Format {
   using Row = uint8_t;
+#if defined(__aarch64__)
+  static constexpr int kOffset = 0;
+#else
+  static constexpr int kOffset = 128;
+#endif
   using Sum = i32x16;
   using Input = uint32_t;
   using Column = u32x16;
@@ -118,6 +133,8 @@ struct Int8Format {
   static QUIRE_INLINE void add(Sum& sum, Input input, Column column) {
 #if defined(__AVX512VNNI__)
     sum = bits_as<i32x16>(_mm512_dpbusd_epi32(bits_as<__m512i>(sum), _mm512_set1_epi32(input), bits_as<__m512i>(column)));
+#elif defined(__aarch64__)
+    add_byte_products(sum, column, input);
 #else
     // Bytes as words: first those with even numbers, then those with odd ones.
     const u32x16 inputs = broadcast<u32x16>(input);

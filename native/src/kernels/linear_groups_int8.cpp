@@ -43,10 +43,14 @@ constexpr int kHalvesTogether = 1;
 constexpr int kRowsTogether = kTileRows;
 
 QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
+#if defined(__aarch64__)
+  add_byte_products(sum, weights, inputs);
+#else
   // Bytes as words: first those with even numbers, then those with odd ones.
   const auto words = bits_as<Vector<int16_t, 2 * kLanes> >(broadcast<u32x16>(inputs));
   sum += sums_of_products(bits_as<i32x16>(weights & 0x00ff00ff), bits_as<i32x16>(words << 8 >> 8));
   sum += sums_of_products(bits_as<i32x16>(weights >> 8 & 0x00ff00ff), bits_as<i32x16>(words >> 8));
+#endif
 }
 QUIRE_INLINE i32x16 widened(Partial sum) { return sum; }
 #endif
@@ -86,8 +90,8 @@ struct Int8Lines {
   static constexpr int kMaxWeight = 15;  // where bytes are multiplied by halves
   static constexpr int kInputs = 4;
   static constexpr int kOrder[kInputs] = {0, 1, 2, 3};
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-  // Products of whole bytes would not fit into 16 bits.
+#if (defined(__AVX2__) && !defined(__AVX512VNNI__)) || defined(__aarch64__)
+  // Products of whole bytes would not fit into 16 bits, or the instruction takes the highest bit for a sign.
   static constexpr int kOperands = 2;
   static constexpr int kPartials = 2;
 
