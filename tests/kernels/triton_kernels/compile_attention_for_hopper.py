@@ -52,7 +52,6 @@ TWO_SIDED = [
     # heads, KV heads, features, type, options
     (12, 12, 64, BFLOAT16, {"distance_bias": torch.zeros(12, 257)}),  # all-mpnet-base-v2
     (12, 12, 64, FLOAT16, {"window": 65}),  # ModernBERT-base
-    (12, 12, 32, torch.float32, {"distance_bias": torch.zeros(12, 257), "window": 65}),
 ]
 
 LATENTS = [
