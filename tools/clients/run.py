@@ -34,7 +34,10 @@ BEGIN, END = "<!-- begin: {}, written by make clients -->", "<!-- end -->"
 # Each table: the models of its clients, and what these may offer.
 TABLES = {
     "generation": (("mini",), ("text", "streaming", "tools", "structured output", "second turn")),
-    "embeddings": (("mini-embed", "reranker"), ("embeddings", "dimensions", "search", "rerank")),
+    "embeddings": (
+        ("mini-embed", "reranker"),
+        ("embeddings", "dimensions", "search", "evaluation", "rerank"),
+    ),
 }
 NOT_OFFERED = "\N{EN DASH}"
 AT_ONCE = 2
@@ -154,7 +157,8 @@ def checked(client: Client, url: str) -> dict[str, str]:
     began = time.monotonic()
     try:
         install(client, log)
-        variables = {**os.environ, **OFFLINE, "QUIRE_URL": url, "PYTHONDONTWRITEBYTECODE": "1"}
+        given = {"QUIRE_URL": url, "QUIRE_PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
+        variables = {**os.environ, **OFFLINE, **given}
         written = run(command_of(client), log, SCRIPT_TIMEOUT, env=variables, cwd=client.environment)
         outcome = json.loads(written.splitlines()[-1])
     except (ClientError, ValueError, IndexError) as error:
