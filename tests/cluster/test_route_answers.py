@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ from fake_upstream import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine, check_hea
 
 from quire.cluster.app import create_app
 from quire.cluster.engines.registry import Engine, Role
+from quire.cluster.router import Router
 
 BODY = {"model": "m", "prompt": "Hi"}
 STREAM = {**BODY, "stream": True}
@@ -86,6 +88,25 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(routed, clock, 
     assert b"quire_route_broken_answers_total 1.0" in router.metrics.exposition()
 
 
+async def check_answered_by(other: FakeEngine, router: Router, answering: asyncio.Task[Any]) -> None:
+    """Check that an engine which joins gives a request its answer."""
+    await other.start()
+    await router.add(Engine(other.url, Role.BOTH))
+    answer = await answering
+    await other.stop()
+    assert (answer.status_code, answer.content) == (200, ANSWER)
+
+
+async def is_down(engine: Engine) -> None:
+    while not engine.failure:
+        await asyncio.sleep(0.01)
+
+
+async def is_served(router: Router) -> None:
+    while not router.num_serving:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("is_removed", [False, True])
 @pytest.mark.parametrize("fault", ["hangs", "hangs before the body"])
 async def test_another_engine_answers_in_place_of_one_of_which_nothing_is_heard(routed, fault, is_removed):
@@ -124,16 +145,7 @@ async def test_engines_that_cannot_be_reached_do_not_end_a_request(routed):
     answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
     while not all(engine.failure for engine in router.engines.by_url.values()):
         await asyncio.sleep(0.01)
-    await other.start()
-    await router.add(Engine(other.url, Role.BOTH))
-    answer = await answering
-    await other.stop()
-    assert (answer.status_code, answer.content) == (200, ANSWER)
-
-
-async def is_down(engine: Engine) -> None:
-    while not engine.failure:
-        await asyncio.sleep(0.01)
+    await check_answered_by(other, router, answering)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
@@ -143,13 +155,8 @@ async def test_a_request_that_comes_while_no_engine_is_up_waits_for_one(routed, 
     await engine.stop()
     await is_down(router.engines.by_url[engine.url])
     answering = asyncio.create_task(http.post(path, json=BODY))
-    while not router.num_serving:
-        await asyncio.sleep(0.01)
-    await other.start()
-    await router.add(Engine(other.url, Role.BOTH))
-    answer = await answering
-    await other.stop()
-    assert (answer.status_code, answer.content) == (200, ANSWER)
+    await is_served(router)
+    await check_answered_by(other, router, answering)
 
 
 async def test_a_request_that_waits_for_an_engine_is_prefilled_elsewhere_once_one_is_up(routed):
@@ -160,8 +167,7 @@ async def test_a_request_that_waits_for_an_engine_is_prefilled_elsewhere_once_on
     await decode.stop()
     await is_down(router.engines.by_url[decode.url])
     answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
-    while not router.num_serving:
-        await asyncio.sleep(0.01)
+    await is_served(router)
     assert not prefill.seen, "its KV would be held for nothing"
     await decode.start()
     assert (await answering).status_code == 200
@@ -191,8 +197,7 @@ async def test_a_client_that_leaves_while_no_engine_is_up_is_not_served_any_more
     await engine.stop()
     await is_down(router.engines.by_url[engine.url])
     answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
-    while not router.num_serving:
-        await asyncio.sleep(0.01)
+    await is_served(router)
     answering.cancel()
     while router.num_serving:
         await asyncio.sleep(0.01)
@@ -205,8 +210,7 @@ async def test_a_request_waits_once(routed, clock, path):
     await engine.stop()
     await is_down(router.engines.by_url[engine.url])
     answering = asyncio.create_task(http.post(path, json=BODY))
-    while not router.num_serving:
-        await asyncio.sleep(0.01)
+    await is_served(router)
     await asyncio.sleep(0.01)  # it waits
     clock.skip()
     assert (await answering).json()["error"]["code"] == "no_engine"

@@ -147,7 +147,7 @@ def state_sizes(states: StateSizes) -> dict[str, int]:
         "num_slots": states.num_slots,
         "num_checkpoints": states.num_checkpoints,
         "bytes_per_state": states.layout.bytes_per_state,
-        "state_bytes": states.num_bytes + states.draft_bytes,
+        "state_bytes": states.total_bytes,
     }
 
 

@@ -149,7 +149,7 @@ class MemoryPlan:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers, of the draft model's, too."""
-        return 0 if self.states is None else self.states.num_bytes + self.states.draft_bytes
+        return 0 if self.states is None else self.states.total_bytes
 
     @property
     def blocks_text(self) -> str:

@@ -104,6 +104,11 @@ class StateSizes:
         """Bytes of the states on which drafts are made."""
         return 0 if self.draft_layout is None else self.num_slots * self.draft_layout.bytes_per_state
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all states, those on which drafts are made included."""
+        return self.num_bytes + self.draft_bytes
+
     def for_scheduler(self, scheduler: SchedulerConfig, kv_bytes_per_block: int) -> StateSlots:
         """Return what the scheduler needs to know of the states.
 
