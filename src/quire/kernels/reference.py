@@ -165,7 +165,7 @@ class ReferenceKernels(KernelSet):
         bias = None
         if distance_bias is not None:
             check_distance_bias(distance_bias, query.shape[1], batch)
-            bias = DistanceBias(distance_bias, batch.positions)
+            bias = DistanceBias(distance_bias, batch.places_in_prompts)
         scores = Scores(scale, softcap, sinks, bias)
         seen = None if window else seen_blocks(query, kv, batch, scores)
         if batch.key_scores is not None:

@@ -247,6 +247,13 @@ class AttentionBatch:
         )
 
     @property
+    def places_in_prompts(self) -> torch.Tensor:
+        """The place of each token among those of its sequence in the step, [T] int64."""
+        counts = self.num_tokens
+        first_row = np.cumsum(counts) - counts
+        return torch.from_numpy(np.arange(counts.sum()) - np.repeat(first_row, counts))
+
+    @property
     def num_rows(self) -> int:
         """Rows of the step's tensors: T, or more, see `padded`."""
         return len(self.positions)

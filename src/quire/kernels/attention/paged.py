@@ -21,7 +21,7 @@ class DistanceBias:
     """What is added to scores, by the place of the key less that of the token."""
 
     table: torch.Tensor  # [heads, 2 * D + 1], from a distance of -D to D
-    places: torch.Tensor  # [T] of the step's tokens, their positions: prompts come whole
+    places: torch.Tensor  # [T] of the step's tokens
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
