@@ -63,6 +63,7 @@ class FakeEngine:
         self.kv_events: dict[str, Any] | None = None  # where its KV events are
         self.waits_for = 0  # port of an engine whose KV never comes
         self.num_sent = 0  # bytes of an endless stream
+        self.forgets_connections = False  # as a machine does that died
         self.url = ""
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,9 +94,14 @@ class FakeEngine:
             writer.transport.abort() if self.fault else writer.close()
 
     async def _serve_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        has_answered = False
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 seen = await _read_request(reader)
+                if self.forgets_connections and has_answered:
+                    writer.transport.abort()
+                    return
+                has_answered = True
                 if seen.path == "/health" and self.health is None:
                     await reader.read()
                     return

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
+import aiohttp.connector
 import httpx
 import pytest
 from fake_upstream import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine, check_health
 
+from quire.cluster.answering import MAX_ATTEMPTS
 from quire.cluster.app import create_app
 from quire.cluster.engines.registry import Engine, Role
 from quire.cluster.router import Router
@@ -86,6 +89,20 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(routed, clock, 
     assert len(events) == 2, "the event that was not complete is not sent"
     assert not other.seen
     assert b"quire_route_broken_answers_total 1.0" in router.metrics.exposition()
+
+
+async def test_a_machine_that_came_back_is_not_asked_over_its_old_connections(routed, engine, monkeypatch):
+    http, _ = await routed(engine=[engine])
+    engine.fault = "waits"
+    asked = [asyncio.create_task(http.post("/v1/completions", json=BODY)) for _ in range(MAX_ATTEMPTS)]
+    while len(engine.seen) < MAX_ATTEMPTS:
+        await asyncio.sleep(0.01)
+    engine.may_go_on.set()
+    await asyncio.gather(*asked)
+    engine.forgets_connections = True
+    monkeypatch.setattr(aiohttp.connector, "monotonic", lambda: time.monotonic() + 3)
+    answer = await http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.content) == (200, ANSWER)
 
 
 async def check_answered_by(other: FakeEngine, router: Router, answering: asyncio.Task[Any]) -> None:

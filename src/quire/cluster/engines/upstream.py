@@ -24,7 +24,7 @@ MAX_WHOLE_ANSWER = 1 << 20
 """Maximum size of an answer that is read whole first, so that the request can be retried elsewhere."""
 
 _READ_BUFFER = 1 << 16  # bytes; aiohttp pauses at twice that while the client is slow
-_KEEP_ALIVE = 30  # seconds; shorter than engines keep idle connections
+_KEEP_ALIVE = 2  # seconds; a machine that died takes longer to come back, and then knows none of them
 _OF_ONE_CONNECTION = frozenset(
     {
         b"connection",
