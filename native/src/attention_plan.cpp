@@ -42,9 +42,19 @@ void choose_blocks(const double* masses, int32_t count, float threshold, bool* i
 }  // namespace
 
 AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int group)
-    : step_(step), window_(step.is_two_sided && window > 0 ? 2 * int64_t{window} - 1 : window) {
+    : step_(step), window_(step.is_two_sided && window > 0 ? 2 * int64_t{window} - 1 : window), group_(group) {
+  make();
+}
+
+void AttentionPlanner::make() {
+  const AttentionStep& step = step_;
+  tokens_.clear();
+  blocks_.clear();
+  spans_.clear();
+  visits_.clear();
+  query_blocks_.clear();
   selection_ = {nullptr, 0, 0, 0, step.key_block_size, step.stride, step.threshold};
-  const int64_t tokens_per_block = std::max(1, kBlockRows / group);
+  const int64_t tokens_per_block = std::max(1, kBlockRows / group_);
   std::vector<int64_t> first_row(step.num_sequences + 1, 0);
   std::partial_sum(step.num_tokens, step.num_tokens + step.num_sequences, first_row.begin() + 1);
   std::vector<Segment> segments;
@@ -80,10 +90,10 @@ AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int gr
   num_shared_blocks_ = blocks_.size();
   num_shared_spans_ = spans_.size();
   num_shared_visits_ = visits_.size();
-  publish(group);
+  publish();
 }
 
-void AttentionPlanner::publish(int group) {
+void AttentionPlanner::publish() {
   plan_ = {tokens_.data(),
            blocks_.data(),
            spans_.data(),
@@ -97,7 +107,7 @@ void AttentionPlanner::publish(int group) {
            step_.table_stride,
            step_.block_size,
            static_cast<int32_t>(window_),
-           group};
+           group_};
   selection_.blocks = query_blocks_.data();
   selection_.num_blocks = static_cast<int64_t>(query_blocks_.size());
 }
@@ -281,7 +291,7 @@ void AttentionPlanner::choose(const double* masses, int64_t num_heads, ThreadPoo
       }
     }
   }
-  publish(plan_.group);
+  publish();
 }
 
 void AttentionPlanner::put_long_blocks_first() {

@@ -34,6 +34,9 @@ class AttentionPlanner {
  public:
   AttentionPlanner(const AttentionStep& step, int window, int group);
 
+  // Makes the plan anew of what the step's arrays hold now.
+  void make();
+
   // Without the tokens that select key blocks, as long as these are not chosen.
   const AttentionPlan& plan() const { return plan_; }
 
@@ -58,10 +61,11 @@ class AttentionPlanner {
   void add_visits(const std::vector<Segment>& segments, int64_t tile, size_t first_visit);
   void add_visit(const AttentionVisit& visit, size_t first_visit);
   void put_long_blocks_first();
-  void publish(int group);
+  void publish();
 
   const AttentionStep step_;
   const int64_t window_;
+  const int group_;
   std::vector<AttentionToken> tokens_;
   std::vector<RowBlock> blocks_;
   std::vector<AttentionSpan> spans_;

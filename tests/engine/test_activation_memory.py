@@ -31,6 +31,7 @@ from quire.kernels.attention.paged import Scores
 from quire.kernels.attention.sparse_prefill import KeySelection
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.layers import native_layer, native_plan
+from quire.kernels.cpu.step_bounds import step_addresses
 from quire.kernels.triton.attention import key_selection
 from quire.kernels.triton.attention.call import AttentionCall
 from quire.kernels.triton.attention.layer import triton_layer
@@ -126,7 +127,9 @@ def test_native_attention_stays_within_its_bound(
     table = np.zeros((1, -(-length // 16)), dtype=np.int32)
     batch = AttentionBatch.build(np.array([length - 1]), np.array([1]), table, 16)
     layer = native_layer(make_cache(1, 1, num_tasks, 16, head_dim, torch.float32, value_dim).views[0]).native
-    needed = native_plan(batch, window=0, group=group).scratch_bytes(layer, num_threads=num_threads)
+    needed = native_plan(batch, step_addresses(batch, 1, 16), window=0, group=group).scratch_bytes(
+        layer, num_threads=num_threads
+    )
     assert needed <= bound
     spans_are_tasks = num_tasks < 4 * num_threads and bound < bounds.MAX_SPAN_BYTES
     if spans_are_tasks or length <= bounds.SPAN or num_threads == 1:

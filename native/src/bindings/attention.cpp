@@ -4,6 +4,7 @@
 
 #include <array>
 #include <memory>
+#include <stdexcept>
 
 #include "module.h"
 
@@ -34,23 +35,24 @@ void choose_keys(AttentionPlanner& planner, AttentionCall& call, Context& contex
 void attend(AttentionPlanner& planner, const KVLayer& kv, uintptr_t query, int query_type, int64_t query_stride, uintptr_t out,
             float scale, float softcap, uintptr_t sinks, const KeyScores* key_scores, uintptr_t distance_bias,
             int64_t max_distance) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  AttentionCall call{&planner.plan(),
-                     &kv,
-                     at_address<const void>(query),
-                     static_cast<DType>(query_type),
-                     query_stride,
-                     at_address<void>(out),
-                     scale,
-                     softcap,
-                     at_address<const float>(sinks),
-                     key_scores,
-                     {at_address<const float>(distance_bias), max_distance},
-                     nullptr};
-  if (planner.selection().num_blocks > 0) choose_keys(planner, call, context);
-  call.scratch = context.scratch(context.kernels().attention_scratch(call, context.pool().num_threads()));
-  context.kernels().attention(call, context.pool());
+  if (key_scores != nullptr && Program::recording() != nullptr) throw std::invalid_argument("key scores cannot be recorded");
+  perform([=, &planner](Context& context) {
+    AttentionCall call{&planner.plan(),
+                       &kv,
+                       at_address<const void>(query),
+                       static_cast<DType>(query_type),
+                       query_stride,
+                       at_address<void>(out),
+                       scale,
+                       softcap,
+                       at_address<const float>(sinks),
+                       key_scores,
+                       {at_address<const float>(distance_bias), max_distance},
+                       nullptr};
+    if (planner.selection().num_blocks > 0) choose_keys(planner, call, context);
+    call.scratch = context.scratch(context.kernels().attention_scratch(call, context.pool().num_threads()));
+    context.kernels().attention(call, context.pool());
+  });
 }
 
 int64_t scratch_bytes(const AttentionPlanner& planner, const KVLayer& kv, int num_threads) {
@@ -110,6 +112,7 @@ void bind_attention(nb::module_& module) {
                                   at_address<const int64_t>(skipped_start), at_address<const int64_t>(skipped_end),
                                   at_address<const int64_t>(selecting_end), key_block_size, stride, threshold},
                                  window, group);
+            if (Program* program = Program::recording()) program->add([self](Context&) { self->make(); });
           },
           "num_cached_tokens"_a, "num_tokens"_a, "num_sequences"_a, "block_tables"_a, "table_stride"_a, "block_size"_a,
           "window"_a, "group"_a, "skipped_start"_a = 0, "skipped_end"_a = 0, "selecting_end"_a = 0, "key_block_size"_a = 0,

@@ -8,51 +8,51 @@ namespace {
 
 void norm(uintptr_t rows, uintptr_t delta, uintptr_t weight, uintptr_t out, int type, int64_t num_rows, int64_t num_features,
           int64_t row_stride, int64_t delta_stride, int64_t out_stride, float scale, float eps, uintptr_t bias) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().norm({at_address<void>(rows), at_address<const void>(delta), at_address<const float>(weight),
-                          at_address<void>(out), static_cast<DType>(type), num_rows, num_features, row_stride, delta_stride,
-                          out_stride, scale, eps, at_address<const float>(bias)},
-                         context.pool());
+  perform([=](Context& context) {
+    context.kernels().norm({at_address<void>(rows), at_address<const void>(delta), at_address<const float>(weight),
+                            at_address<void>(out), static_cast<DType>(type), num_rows, num_features, row_stride, delta_stride,
+                            out_stride, scale, eps, at_address<const float>(bias)},
+                           context.pool());
+  });
 }
 
 void gated_activation(uintptr_t gate_up, uintptr_t out, int type, int activation, int64_t num_rows, int64_t num_features,
                       int64_t row_stride, int64_t out_stride, bool has_up) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().gated_activation(
-      {at_address<const void>(gate_up), at_address<void>(out), static_cast<DType>(type), static_cast<Activation>(activation),
-       num_rows, num_features, row_stride, out_stride, has_up},
-      context.pool());
+  perform([=](Context& context) {
+    context.kernels().gated_activation(
+        {at_address<const void>(gate_up), at_address<void>(out), static_cast<DType>(type), static_cast<Activation>(activation),
+         num_rows, num_features, row_stride, out_stride, has_up},
+        context.pool());
+  });
 }
 
 void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num_rows, int64_t row_stride, int64_t num_heads,
                          uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t q_norm, uintptr_t k_norm, int64_t q_norm_size,
                          int64_t k_norm_size, float eps, uintptr_t blocks, uintptr_t offsets) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().rotary_and_write_kv({at_address<void>(qkv),
-                                         static_cast<DType>(type),
-                                         num_rows,
-                                         row_stride,
-                                         num_heads,
-                                         kv.num_kv_heads,
-                                         kv.head_dim,
-                                         kv.value_dim,
-                                         at_address<const float>(cos),
-                                         at_address<const float>(sin),
-                                         half,
-                                         at_address<const float>(q_norm),
-                                         at_address<const float>(k_norm),
-                                         q_norm_size,
-                                         k_norm_size,
-                                         eps,
-                                         kv.type,
-                                         kv.keys,
-                                         kv.values,
-                                         at_address<const int64_t>(blocks),
-                                         at_address<const int64_t>(offsets)},
-                                        context.pool());
+  perform([=](Context& context) {
+    context.kernels().rotary_and_write_kv({at_address<void>(qkv),
+                                           static_cast<DType>(type),
+                                           num_rows,
+                                           row_stride,
+                                           num_heads,
+                                           kv.num_kv_heads,
+                                           kv.head_dim,
+                                           kv.value_dim,
+                                           at_address<const float>(cos),
+                                           at_address<const float>(sin),
+                                           half,
+                                           at_address<const float>(q_norm),
+                                           at_address<const float>(k_norm),
+                                           q_norm_size,
+                                           k_norm_size,
+                                           eps,
+                                           kv.type,
+                                           kv.keys,
+                                           kv.values,
+                                           at_address<const int64_t>(blocks),
+                                           at_address<const int64_t>(offsets)},
+                                          context.pool());
+  });
 }
 
 }  // namespace

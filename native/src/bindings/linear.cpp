@@ -37,13 +37,13 @@ void pack(const PackedWeight& weight, const std::vector<Source>& sources, int64_
 
 void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t bias,
             uintptr_t out, int out_type, int64_t out_stride) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  const int64_t bytes = LinearScratch(weight, num_rows).total;
-  context.kernels().linear(
-      {&weight, at_address<const void>(rows), static_cast<DType>(row_type), row_stride, num_rows, at_address<const float>(bias),
-       at_address<void>(out), static_cast<DType>(out_type), out_stride, context.scratch(bytes)},
-      context.pool());
+  perform([=](Context& context) {
+    const int64_t bytes = LinearScratch(weight, num_rows).total;
+    context.kernels().linear(
+        {&weight, at_address<const void>(rows), static_cast<DType>(row_type), row_stride, num_rows, at_address<const float>(bias),
+         at_address<void>(out), static_cast<DType>(out_type), out_stride, context.scratch(bytes)},
+        context.pool());
+  });
 }
 
 // The packed experts of a layer; panels and biases are the caller's, see ExpertsCall.
@@ -66,29 +66,29 @@ struct PackedExperts {
 
   void compute(uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t chosen, uintptr_t weights,
                int64_t num_chosen, uintptr_t out, int out_type, int64_t out_stride) const {
-    Context& context = Context::get();
-    const std::lock_guard<std::mutex> lock(context.mutex);
-    ExpertsCall call = {&gate_up,
-                        &down,
-                        gate_up_panels.data(),
-                        down_panels.data(),
-                        gate_up_bias,
-                        down_bias,
-                        static_cast<int64_t>(gate_up_panels.size()),
-                        activation,
-                        at_address<const void>(rows),
-                        static_cast<DType>(row_type),
-                        row_stride,
-                        num_rows,
-                        at_address<const int64_t>(chosen),
-                        at_address<const float>(weights),
-                        num_chosen,
-                        at_address<void>(out),
-                        static_cast<DType>(out_type),
-                        out_stride,
-                        nullptr};
-    call.scratch = context.scratch(experts_scratch(call));
-    experts(call, context.kernels(), context.pool());
+    perform([=](Context& context) {
+      ExpertsCall call = {&gate_up,
+                          &down,
+                          gate_up_panels.data(),
+                          down_panels.data(),
+                          gate_up_bias,
+                          down_bias,
+                          static_cast<int64_t>(gate_up_panels.size()),
+                          activation,
+                          at_address<const void>(rows),
+                          static_cast<DType>(row_type),
+                          row_stride,
+                          num_rows,
+                          at_address<const int64_t>(chosen),
+                          at_address<const float>(weights),
+                          num_chosen,
+                          at_address<void>(out),
+                          static_cast<DType>(out_type),
+                          out_stride,
+                          nullptr};
+      call.scratch = context.scratch(experts_scratch(call));
+      experts(call, context.kernels(), context.pool());
+    });
   }
 };
 

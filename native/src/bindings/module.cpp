@@ -2,6 +2,7 @@
 
 NB_MODULE(_native, module) {
   quire::bind_threads(module);
+  quire::bind_program(module);
   quire::bind_linear(module);
   quire::bind_attention(module);
   quire::bind_elementwise(module);

@@ -3,11 +3,12 @@
 
 #include <nanobind/nanobind.h>
 
-#include "context.h"
+#include "program.h"
 
 namespace quire {
 
 void bind_threads(nanobind::module_& module);
+void bind_program(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_elementwise(nanobind::module_& module);

@@ -16,38 +16,38 @@ SequenceRows rows_of(int64_t num_seqs, uintptr_t states, uintptr_t ends, uintptr
 
 void conv(uintptr_t rows, uintptr_t out, int type, int64_t row_stride, int64_t num_features, int64_t num_taps, uintptr_t weight,
           uintptr_t bias, bool has_silu, uintptr_t state, int64_t state_stride, const SequenceRows& sequences) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().conv({at_address<const void>(rows), at_address<void>(out), static_cast<DType>(type), row_stride, num_features,
-                          num_taps, at_address<const float>(weight), at_address<const float>(bias), has_silu,
-                          at_address<void>(state), state_stride, sequences},
-                         context.pool());
+  perform([=](Context& context) {
+    context.kernels().conv({at_address<const void>(rows), at_address<void>(out), static_cast<DType>(type), row_stride,
+                            num_features, num_taps, at_address<const float>(weight), at_address<const float>(bias), has_silu,
+                            at_address<void>(state), state_stride, sequences},
+                           context.pool());
+  });
 }
 
 void delta_rule(uintptr_t qkv, uintptr_t strengths, int64_t strength_stride, uintptr_t times, int64_t time_stride, uintptr_t out,
                 int type, int64_t num_key_heads, int64_t num_value_heads, int64_t key_dim, int64_t value_dim,
                 int64_t times_per_head, uintptr_t decay, uintptr_t time_bias, float max_strength, uintptr_t state,
                 int64_t state_stride, const SequenceRows& sequences) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().delta_rule(
-      {at_address<const void>(qkv), at_address<const void>(strengths), strength_stride, at_address<const void>(times),
-       time_stride, at_address<void>(out), static_cast<DType>(type), num_key_heads, num_value_heads, key_dim, value_dim,
-       times_per_head, at_address<const float>(decay), at_address<const float>(time_bias), max_strength, at_address<float>(state),
-       state_stride, sequences},
-      context.pool());
+  perform([=](Context& context) {
+    context.kernels().delta_rule(
+        {at_address<const void>(qkv), at_address<const void>(strengths), strength_stride, at_address<const void>(times),
+         time_stride, at_address<void>(out), static_cast<DType>(type), num_key_heads, num_value_heads, key_dim, value_dim,
+         times_per_head, at_address<const float>(decay), at_address<const float>(time_bias), max_strength,
+         at_address<float>(state), state_stride, sequences},
+        context.pool());
+  });
 }
 
 void scan(uintptr_t inputs, uintptr_t times, int64_t time_stride, uintptr_t out, int64_t out_stride, int type, int64_t num_heads,
           int64_t head_dim, int64_t num_groups, int64_t state_size, uintptr_t decay, uintptr_t time_bias, uintptr_t skip,
           float least_time, float most_time, uintptr_t state, int64_t state_stride, const SequenceRows& sequences) {
-  Context& context = Context::get();
-  const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().scan({at_address<const void>(inputs), at_address<const void>(times), time_stride, at_address<void>(out),
-                          out_stride, static_cast<DType>(type), num_heads, head_dim, num_groups, state_size,
-                          at_address<const float>(decay), at_address<const float>(time_bias), at_address<const float>(skip),
-                          least_time, most_time, at_address<float>(state), state_stride, sequences},
-                         context.pool());
+  perform([=](Context& context) {
+    context.kernels().scan({at_address<const void>(inputs), at_address<const void>(times), time_stride, at_address<void>(out),
+                            out_stride, static_cast<DType>(type), num_heads, head_dim, num_groups, state_size,
+                            at_address<const float>(decay), at_address<const float>(time_bias), at_address<const float>(skip),
+                            least_time, most_time, at_address<float>(state), state_stride, sequences},
+                           context.pool());
+  });
 }
 
 }  // namespace

@@ -6,12 +6,13 @@ T tokens or rows are computed at once. A row's result does not depend on the oth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal
 
 import torch
 
+from quire.errors import QuireError
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
@@ -24,6 +25,19 @@ from quire.kernels.layers.linear import Linear
 from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Weight
 from quire.kernels.sampling.token_choice import TokenChoice
+from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
+
+
+class NotCapturableError(QuireError):
+    """A step cannot be captured, as it depends on what the host finds out in the middle of it."""
+
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Captures what a function asks its device for, without computing it; returns what replays it.
+
+Raises:
+    NotCapturableError: it never can.
+"""
 
 
 class KernelSet(ABC):
@@ -36,8 +50,15 @@ class KernelSet(ABC):
     """Whether heads of values may have other sizes than those of queries and keys."""
     takes_chunks: ClassVar[bool] = True
     """Whether attention may be that of `AttentionBatch.in_chunks`."""
+    step_sizes: ClassVar[SizeClasses] = DECODE_SIZES
+    """Of captured decode steps."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
+
+    @property
+    def capture(self) -> Capture | None:
+        """Captures what is asked of these kernels; None: they leave that to their device, if it can."""
+        return None
 
     @property
     @abstractmethod

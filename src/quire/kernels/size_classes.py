@@ -39,6 +39,7 @@ class SizeClasses(NamedTuple):
 
 
 DECODE_SIZES = SizeClasses(size_class, size_class, size_class)
+EXACT_SIZES = SizeClasses(int, int, int)  # where padding costs more than captures of many sizes
 CHUNK_SIZES = SizeClasses(  # of steps with chunks of prompts
     wide_size_class, coarse_size_class, functools.partial(coarse_size_class, least=256)
 )

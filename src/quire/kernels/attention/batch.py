@@ -19,7 +19,7 @@ from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.attention.tiles import AttentionPlan, HeadLayout, plan_attention
 from quire.kernels.devices.device import HOST
-from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
+from quire.kernels.size_classes import DECODE_SIZES, EXACT_SIZES, SizeClasses
 from quire.step import Int64Array
 
 NO_BLOCK = -1  # of padding rows
@@ -254,6 +254,11 @@ class AttentionBatch:
         return torch.from_numpy(np.arange(counts.sum()) - np.repeat(first_row, counts))
 
     @property
+    def is_planned(self) -> bool:
+        """Whether kernels have plans or arrays of this step already."""
+        return bool(self.plans) or self.step_arrays is not None
+
+    @property
     def num_rows(self) -> int:
         """Rows of the step's tensors: T, or more, see `padded`."""
         return len(self.positions)
@@ -264,6 +269,12 @@ class AttentionBatch:
         They hold any finite numbers; nothing is written to the cache for them. Kernels need
         not support that unless they run in captured steps.
         """
+        if (
+            sizes is EXACT_SIZES
+            and not self.is_planned
+            and not any(other.is_planned for other in self.others)
+        ):
+            return self
         num_rows = sizes.rows(self.num_rows)
         return dataclasses.replace(
             self,
@@ -291,7 +302,7 @@ class AttentionBatch:
     @property
     def last_position(self) -> int:
         """The highest position of all tokens; -1: there are no tokens."""
-        return int(self.positions.max()) if len(self.positions) else -1
+        return int(self.positions.numpy().max()) if len(self.positions) else -1
 
     def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
         """Return the attention work of this step for layers of this shape and window (0: full), made once."""

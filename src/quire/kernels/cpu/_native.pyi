@@ -11,6 +11,20 @@ def num_threads() -> int: ...
 def set_instruction_set(name: str) -> bool: ...
 def instruction_set() -> str: ...
 
+class Program:
+    def __init__(self) -> None: ...
+    def record(self) -> None:
+        """
+        Record the calls of this thread from now on, instead of computing them.
+        """
+
+    @property
+    def is_empty(self) -> bool: ...
+    def run(self) -> None: ...
+
+def stop_recording() -> None: ...
+def is_recording() -> bool: ...
+
 class DType(enum.Enum):
     float32 = 0
 
@@ -36,6 +50,8 @@ class WeightFormat(enum.Enum):
     grouped_int8 = 5
 
     mxfp4 = 6
+
+    int6 = 7
 
 class PackedWeight:
     def __init__(

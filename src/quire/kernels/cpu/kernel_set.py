@@ -18,6 +18,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.experts import PackedExperts
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.programs import NativePrograms, refuse_recording
 from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule, selective_scan
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeScans
@@ -32,7 +33,7 @@ from quire.kernels.cpu.tensors import (
     written_row_stride,
 )
 from quire.kernels.devices.cores import usable_cores, usable_cpus
-from quire.kernels.interface import KernelSet
+from quire.kernels.interface import Capture, KernelSet
 from quire.kernels.layers.activations import ACTIVATIONS
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
@@ -42,6 +43,7 @@ from quire.kernels.layers.weights import Weight, is_reordered
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.host_choice import HostChoice
 from quire.kernels.sampling.token_choice import TokenChoice
+from quire.kernels.size_classes import EXACT_SIZES
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,13 @@ class NativeKernels(KernelSet):
     """
 
     name = "native"
+    step_sizes = EXACT_SIZES
     sampling: ClassVar[TokenChoice] = HostChoice(NativeScans())
+
+    @property
+    @override
+    def capture(self) -> Capture:
+        return NativePrograms().capture
 
     @property
     @override
@@ -208,12 +216,12 @@ class NativeKernels(KernelSet):
         ):
             layer = rotary_layer(kv, heads, q_norm, k_norm)
         if layer is None:
-            return _REFERENCE.rotary_and_write_kv(
+            return _reference().rotary_and_write_kv(
                 qkv, kv, batch, heads=heads, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=eps
             )
         step = batch.plans.get((ROTARY, id(cos)))
         if step is None or step.sin is not sin:
-            step = rotary_step(batch, cos, sin)
+            step = rotary_step(batch, cos, sin, layer)
         if layer.shape not in step.fitting:
             layer.check(step)
         kind, stride = _qkv_numbers(
@@ -259,7 +267,7 @@ class NativeKernels(KernelSet):
         if not shape[-1] % HEAD_DIM_MULTIPLE and shape[-1] <= MAX_HEAD_DIM:
             layer = kv.handles.get(LAYER) or native_layer(kv)
         if layer is None or layer.value_dim % HEAD_DIM_MULTIPLE or layer.value_dim > MAX_HEAD_DIM:
-            return _REFERENCE.paged_attention(
+            return _reference().paged_attention(
                 query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
                 distance_bias=distance_bias, out=out
             )  # fmt: skip
@@ -319,7 +327,8 @@ class NativeKernels(KernelSet):
         heads: DeltaHeads,
         out: torch.Tensor,
     ) -> None:
-        kernel = gated_delta_rule if heads.key_dim <= _native.MAX_KEY_DIM else _REFERENCE.gated_delta_rule
+        fits = heads.key_dim <= _native.MAX_KEY_DIM
+        kernel = gated_delta_rule if fits else _reference().gated_delta_rule
         kernel(qkv, strengths, times, state, batch, heads=heads, out=out)
 
     @override
@@ -333,8 +342,14 @@ class NativeKernels(KernelSet):
         heads: ScanHeads,
         out: torch.Tensor,
     ) -> None:
-        kernel = selective_scan if heads.state_size <= _native.MAX_KEY_DIM else _REFERENCE.selective_scan
+        fits = heads.state_size <= _native.MAX_KEY_DIM
+        kernel = selective_scan if fits else _reference().selective_scan
         kernel(inputs, times, state, batch, heads=heads, out=out)
+
+
+def _reference() -> ReferenceKernels:
+    refuse_recording("a layer that the reference kernels compute")
+    return _REFERENCE
 
 
 @checked_once

@@ -9,7 +9,7 @@ from quire.kernels.attention.key_scores import KeyScores
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.kv_quantizers import Int8PageQuantizer
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.step_bounds import step_bounds
+from quire.kernels.cpu.step_bounds import StepAddresses, step_addresses, step_bounds
 from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, check_on_cpu, form_of
 
 LAYER = "cpu"  # among a layer's handles
@@ -108,8 +108,7 @@ def attention_plan(
     Raises:
         TypeError, ValueError, IndexError: they do not, or see `StepBounds` and `native_plan`.
     """
-    bounds = step_bounds(batch)
-    bounds.check_cache(layer.num_blocks, layer.block_size)
+    bounds, addresses = step_bounds(batch), step_addresses(batch, layer.num_blocks, layer.block_size)
     num_heads = query_shape[1]
     group = num_heads // layer.num_kv_heads if layer.num_kv_heads else 0
     if query_shape != (bounds.num_tokens, group * layer.num_kv_heads, layer.head_dim):
@@ -117,12 +116,14 @@ def attention_plan(
             f"the query is {list(query_shape)}; it must be [{bounds.num_tokens}, a multiple of "
             f"{layer.num_kv_heads}, {layer.head_dim}] for this step and cache"
         )
-    plan = batch.plans[PLAN, window, query_shape, layer.shape] = native_plan(batch, window, group)
+    plan = batch.plans[PLAN, window, query_shape, layer.shape] = native_plan(batch, addresses, window, group)
     return plan
 
 
-def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.AttentionPlan:
-    """Return the step's plan, whose bounds have been checked, for layers of this window and group, made once.
+def native_plan(
+    batch: AttentionBatch, addresses: StepAddresses, window: int, group: int
+) -> _native.AttentionPlan:
+    """Return the step's plan for layers of this window and group, made once.
 
     Raises:
         ValueError: window or group is out of range.
@@ -136,15 +137,14 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
             )
         if batch.is_two_sided and window > batch.num_tokens.max(initial=0):
             window = 0  # all of each sequence, and places stay small
-        tables = batch.block_tables
         skipped = None if window else batch.skipped_keys
         selection = None if window else batch.key_selection
         plan = batch.plans[key] = _native.AttentionPlan(
-            batch.num_cached_tokens.ctypes.data,
-            batch.num_tokens.ctypes.data,
+            addresses.num_cached_tokens,
+            addresses.num_tokens,
             len(batch.num_tokens),
-            tables.ctypes.data,
-            tables.shape[1],
+            addresses.block_tables,
+            addresses.table_stride,
             batch.block_size,
             window,
             group,

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.programs import refuse_recording
 from quire.kernels.cpu.tensors import (
     Form,
     address,
@@ -20,6 +22,7 @@ from quire.kernels.cpu.tensors import (
     row_stride,
     written_row_stride,
 )
+from quire.kernels.devices.device import HOST
 from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads, check_states
 
 _ROWS = "cpu recurrence"  # among a batch's plans
@@ -29,18 +32,28 @@ class StepRows:
     """The sequences of a step, and their states; raises as `check_states` does."""
 
     def __init__(self, batch: AttentionBatch) -> None:
-        check_states(batch)
-        assert batch.states is not None
-        numbers, counts, before = batch.states.numbers, batch.num_tokens, batch.num_cached_tokens
-        size = len(counts)
-        self._ends = np.cumsum(counts)
-        self.num_tokens = int(self._ends[-1]) if size else 0
+        if batch.step_arrays is None:
+            refuse_recording("a step whose arrays are its own")
+            self._arrays = tuple(map(torch.from_numpy, _row_arrays(batch).arrays))
+        else:
+            self._arrays = batch.on_device(_ROWS, _row_arrays, HOST).arrays
+        numbers, ends = (each.numpy() for each in self._arrays[:2])
+        size = len(ends)
+        self.num_tokens = int(ends[-1]) if size else 0
         self.num_states = int(numbers.max(initial=-1)) + 1  # at least
-        state_ends = self._ends - counts + batch.num_state_tokens
-        self._arrays = numbers, state_ends, before  # which the kernels read
-        self.native = _native.SequenceRows(
-            size, *(each.ctypes.data for each in (numbers, self._ends, state_ends, before))
-        )
+        self.native = _native.SequenceRows(size, *(each.data_ptr() for each in self._arrays))
+
+
+def _row_arrays(batch: AttentionBatch) -> HostArrays:
+    """Return states, ends of rows and of those that states take in, and tokens before the step."""
+    states = batch.states
+    tensors = () if states is None else (each for layer in states.layers for each in layer.values())
+    first = next(iter(tensors), None)
+    check_states(batch, None if first is None else len(first))
+    assert states is not None
+    ends = np.cumsum(batch.num_tokens)
+    state_ends = ends - batch.num_tokens + batch.num_state_tokens
+    return HostArrays((states.numbers, ends, state_ends, batch.num_cached_tokens))
 
 
 def _rows_of(batch: AttentionBatch) -> StepRows:

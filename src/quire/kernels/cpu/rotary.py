@@ -8,15 +8,17 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.layers import NativeLayer, native_layer
-from quire.kernels.cpu.step_bounds import step_bounds
+from quire.kernels.cpu.step_bounds import step_addresses, step_bounds
 from quire.kernels.cpu.tensors import address, check_on_cpu, check_vector, form_of
 
 ROTARY = "cpu rotary"  # among a layer's handles and a batch's plans
 
 
-def rotary_step(batch: AttentionBatch, cos: torch.Tensor | None, sin: torch.Tensor | None) -> RotaryStep:
+def rotary_step(
+    batch: AttentionBatch, cos: torch.Tensor | None, sin: torch.Tensor | None, layer: RotaryLayer
+) -> RotaryStep:
     """Return what depends on the step and these angles; from now on, it is among the batch's plans."""
-    step = batch.plans[ROTARY, id(cos)] = RotaryStep(batch, cos, sin)
+    step = batch.plans[ROTARY, id(cos)] = RotaryStep(batch, cos, sin, layer)
     return step
 
 
@@ -34,7 +36,13 @@ def rotary_layer(
 class RotaryStep:
     """The part of a call that depends on step and angles only; holds these, so that ids stay unique."""
 
-    def __init__(self, batch: AttentionBatch, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        batch: AttentionBatch,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        layer: RotaryLayer,
+    ) -> None:
         self.bounds = step_bounds(batch)
         self.num_rows = self.bounds.num_tokens
         self.cos, self.sin = cos, sin
@@ -45,8 +53,9 @@ class RotaryStep:
             self.cos_address, self.sin_address = cos.data_ptr(), sin.data_ptr()
         elif cos is not sin:
             raise ValueError("cos or sin is missing; both must be given, or neither")
-        self.blocks_address = batch.slot_blocks.data_ptr()
-        self.offsets_address = batch.slot_offsets.data_ptr()
+        _, num_blocks, block_size, _ = layer.shape
+        addresses = step_addresses(batch, num_blocks, block_size)
+        self.blocks_address, self.offsets_address = addresses.slot_blocks, addresses.slot_offsets
         self.fitting: set[torch.Size] = set()  # shapes of pages that the step has been found to stay within
 
 

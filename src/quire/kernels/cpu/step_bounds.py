@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,14 @@ import torch
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.key_scores import NOWHERE, KeyScores
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
+from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.bounds import MAX_STRIDE, TILE
+from quire.kernels.cpu.programs import refuse_recording
+from quire.kernels.devices.device import HOST
+from quire.kernels.size_classes import coarse_size_class
 
 _NAME = "cpu bounds"  # among a batch's plans
+_ARRAYS = "cpu step"  # among its arrays
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _LARGE = 2**64 - 1  # what -1 is as an unsigned number
 _FEW = 32  # of which a list has its maximum sooner than an array
@@ -84,6 +90,58 @@ def step_bounds(batch: AttentionBatch) -> StepBounds:
     if bounds is None:
         bounds = batch.plans[_NAME] = StepBounds(batch)
     return bounds
+
+
+class StepAddresses(NamedTuple):
+    """Where kernels read what `AttentionBatch` has under these names."""
+
+    slot_blocks: int
+    slot_offsets: int
+    num_cached_tokens: int
+    num_tokens: int
+    block_tables: int
+    table_stride: int  # entries of a sequence
+
+
+def step_addresses(batch: AttentionBatch, num_blocks: int, block_size: int) -> StepAddresses:
+    """Return the addresses of a step's arrays, for a cache of these sizes.
+
+    Raises:
+        TypeError, ValueError, IndexError: see `StepBounds`.
+    """
+    sizes = num_blocks, block_size
+    if batch.step_arrays is not None:
+        make = functools.partial(_arrays_to_replay, sizes=sizes)
+        *vectors, tables = batch.on_device((_ARRAYS, sizes), make, HOST).arrays
+        blocks, offsets, cached, counts = (each.data_ptr() for each in vectors)
+        return StepAddresses(blocks, offsets, cached, counts, tables.data_ptr(), tables.shape[1])
+    refuse_recording("a step whose arrays are its own")
+    step_bounds(batch).check_cache(*sizes)
+    return StepAddresses(
+        batch.slot_blocks.data_ptr(),
+        batch.slot_offsets.data_ptr(),
+        batch.num_cached_tokens.ctypes.data,
+        batch.num_tokens.ctypes.data,
+        batch.block_tables.ctypes.data,
+        batch.block_tables.shape[1],
+    )
+
+
+def _arrays_to_replay(batch: AttentionBatch, sizes: tuple[int, int]) -> HostArrays:
+    """Return what is behind a step's addresses, checked, in sizes that few steps differ in."""
+    step_bounds(batch).check_cache(*sizes)
+    num_sequences, width = batch.block_tables.shape
+    tables = np.zeros((num_sequences, coarse_size_class(width)), dtype=np.int32)
+    tables[:, :width] = batch.block_tables
+    return HostArrays(
+        (
+            batch.slot_blocks.numpy(),
+            batch.slot_offsets.numpy(),
+            batch.num_cached_tokens,
+            batch.num_tokens,
+            tables,
+        )
+    )
 
 
 def _num_tokens(batch: AttentionBatch) -> int:
