@@ -77,13 +77,13 @@ def read_share(llm: LLM, num_requests: int, context: int, num_experts: int) -> f
 
 @contextlib.contextmanager
 def captured_steps() -> Iterator[dict[int, Callable[[], None]]]:
-    """Note what replays the step of each number of rows that engines in this process computed last."""
+    """Note what replays the step of each number of rows that engines in this process computed last, on a GPU."""
     computed = StepGraphs._computed
     replays: dict[int, Callable[[], None]] = {}
 
     def noted(graphs: StepGraphs, *step: Any) -> Any:
         graph = computed(graphs, *step)
-        if graph.replay is not None:
+        if graph.replay is not None and graph.arrays.token_ids.is_cuda:
             replays[len(graph.arrays.token_ids)] = graph.replay
         return graph
 

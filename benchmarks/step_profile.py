@@ -1,7 +1,8 @@
 """Profile of a decode step for several numbers of requests, compared with the limits of the machine.
 
 Every part of a step is timed: the phases of the engine, and each kind of kernel in the forward pass, summed
-over the layers. The times include the overhead of the clocks (about 0.3 us per call). The limit of a row is
+over the layers. Steps are computed call by call for that, not as they are recorded. The times include the
+overhead of the clocks (about 0.3 us per call). The limit of a row is
 the time to read its weights or KV at the given bandwidth, or for its products at the given rate, whichever is
 longer; `make bench-peers` measures both rates.
 
@@ -24,6 +25,7 @@ from quire.engine.core import EngineCore
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling.sampler import Sampler
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.layers.linear import Linear
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
@@ -180,6 +182,7 @@ def main() -> None:
         return decoders[-1]
 
     loading.load_decoder = load_and_keep
+    NativeKernels.capture = None  # type: ignore[assignment]
     for owner, method, name in PHASES:
         clock.wrap_method(owner, method, name)
     with LLM(

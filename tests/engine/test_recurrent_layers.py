@@ -20,9 +20,9 @@ from quire.engine.building.assembly import config_for_model
 from quire.engine.memory.plan import plan_memory
 from quire.engine.memory.state_sizes import StateSizes
 from quire.errors import ConfigError
-from quire.execution import step_graphs
 from quire.execution.drafts.proposer import GuardedProposer, Proposer, RowsToContinue
 from quire.execution.profile_run import StepLimits, profile_run
+from quire.kernels.interface import KernelSet
 from quire.kernels.size_classes import SizeClasses, coarse_size_class
 from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints.config_reading import read_model_config
@@ -139,7 +139,7 @@ def test_captured_steps_on_the_kernels_of_a_gpu(path, expected, monkeypatch):
     assert tokens(alone)[0] == tokens(expected)[1][:8]
     replayed = capture_steps(monkeypatch)
     few_sizes = SizeClasses(lambda count: -(-count // 8) * 8, coarse_size_class, coarse_size_class)
-    monkeypatch.setattr(step_graphs, "DECODE_SIZES", few_sizes)
+    monkeypatch.setattr(KernelSet, "step_sizes", few_sizes)
     options = {"kernels": "triton", "max_num_batched_tokens": 12, "num_kv_blocks": 9, "overlap_steps": True}
     engine = Engine(path, **options)
     assert engine.answers(short, **params) == alone

@@ -15,7 +15,7 @@ from recorder import Recorder, driver_of
 
 from call_through import call_through
 from checkpoints import make_checkpoint
-from quire.execution import capture_backoff, step_graphs
+from quire.execution import capture_backoff
 from quire.execution.sampling import captured_choice
 from quire.execution.sampling.captured_choice import (
     NUM_CAPTURED_EDITS,
@@ -24,7 +24,7 @@ from quire.execution.sampling.captured_choice import (
     ChoiceTensors,
 )
 from quire.execution.sampling.constraints import RowMasks
-from quire.execution.step_graphs import Capture
+from quire.kernels.interface import Capture, KernelSet
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, NUM_EDIT_NUMBERS
 from quire.kernels.size_classes import SizeClasses, size_class
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -98,9 +98,7 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows for 4, some of which are nobody's, and in other slots each time."""
-    monkeypatch.setattr(
-        step_graphs, "DECODE_SIZES", SizeClasses(lambda _: MAX_NUM_SEQS, size_class, size_class)
-    )
+    monkeypatch.setattr(KernelSet, "step_sizes", SizeClasses(lambda _: MAX_NUM_SEQS, size_class, size_class))
     replayed = replayed_choices(monkeypatch)
     found: list[dict[str, Any]] = []
     for capture in (None, Recorder().capture):

@@ -26,6 +26,7 @@ from quire.execution.drafts.ngram_proposer import NgramProposer
 from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.step_graphs import StepGraphs, StepLogits
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.interface import KernelSet
 from quire.kernels.size_classes import CHUNK_SIZES, SizeClasses, coarse_size_class, size_class
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.tier import MemoryTier
@@ -106,7 +107,7 @@ def test_replayed_steps_have_the_bits_of_others(
 
     Rows and block tables are rounded up, so that some are nobody's.
     """
-    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class, size_class))
+    monkeypatch.setattr(KernelSet, "step_sizes", SizeClasses(in_eights, size_class, size_class))
     monkeypatch.setattr(
         step_graphs, "CHUNK_SIZES", SizeClasses(in_eights, coarse_size_class, coarse_size_class)
     )
@@ -232,7 +233,7 @@ def test_steps_that_report_prompt_logprobs_are_not_captured(tmp_path: Path) -> N
 
 
 def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class, size_class))
+    monkeypatch.setattr(KernelSet, "step_sizes", SizeClasses(in_eights, size_class, size_class))
     model = load("qwen3", tmp_path)
     expected = outputs(driver_of(model), [4, 9], 12)
 

@@ -25,10 +25,11 @@ from quire.execution.sampling.positions import SamplingPositions
 from quire.execution.sampling.prompt_logprobs import NO_PROMPT_LOGPROBS, PromptLogprobs, StepPromptLogprobs
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sparse_prefill import SparsePrefill
-from quire.execution.step_graphs import Capture, StepGraphs, StepLogits
+from quire.execution.step_graphs import StepGraphs, StepLogits
 from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.devices.device import array_to_device
+from quire.kernels.interface import Capture
 from quire.kv.cache.paged_cache import PagedAttentionCache, views_of_layers
 from quire.kv.cache.state_cache import StateCache
 from quire.kv.connectors.interface import KVConnector
@@ -109,7 +110,13 @@ class ModelRunner:
         pooling = model.config.pooling
         is_plain = eviction is None and self._layer_hook is None and pooling is None
         capture = capture if is_plain else None
-        self._sampler = Sampler(max_num_seqs, self._vocab_size, max_model_len, model.kernels, capture=capture)
+        self._sampler = Sampler(
+            max_num_seqs,
+            self._vocab_size,
+            max_model_len,
+            model.kernels,
+            capture=None if model.kernels.sampling.is_synchronous else capture,
+        )
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -158,13 +165,13 @@ class ModelRunner:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured."""
-        return self._graphs is not None
+        """Whether steps are captured that a device computes."""
+        return self._graphs is not None and not self._sampler.is_synchronous
 
     @property
     def graph_stats(self) -> GraphStats | None:
         """How steps were computed so far; None: nothing is captured. Any thread may ask."""
-        return None if self._graphs is None else dataclasses.replace(self._graphs.stats)
+        return dataclasses.replace(self._graphs.stats) if self._graphs is not None and self.captures else None
 
     @property
     def max_array_bytes(self) -> int:
@@ -239,7 +246,7 @@ class ModelRunner:
     def only_launches(self, output: SchedulerOutput) -> bool:
         """See `quire.engine.stepping.Runner`: steps of requests that each decode one token."""
         return (
-            self._graphs is not None
+            self.captures
             and self._proposer is None
             and self._transfers is None
             and output.total_num_scheduled_tokens == len(output.slots)

@@ -33,7 +33,8 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.devices.device import copy_to_device
-from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
+from quire.kernels.interface import Capture, NotCapturableError
+from quire.kernels.size_classes import CHUNK_SIZES
 from quire.step import GraphStats, Int64Array
 
 if TYPE_CHECKING:
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from quire.kernels.interface import KernelSet
 
 logger = logging.getLogger(__name__)
-
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Captures what a function asks its device for, without computing it; returns what replays it."""
 
 MAX_GRAPHS = 128
 """Captures that are kept; the least recently used goes first."""
@@ -85,7 +83,7 @@ class StepGraphs:
     ) -> None:
         self._step_of = step_of
         self._kv = kv
-        self._capture = capture
+        self._capture: Capture | None = capture
         self._token_ids = token_ids
         self._makers: dict[Hashable, MakeArrays] = {}
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
@@ -122,7 +120,7 @@ class StepGraphs:
         self._computed(token_ids, batch, _NO_ROWS)
 
     def _computed(self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None) -> _StepGraph:
-        may_capture = self._backoff.allows_attempt()
+        may_capture = self._backoff.allows_attempt() and self._capture is not None
         with self._step_of(batch, rows) as model:
             graph, padded = self._filled(token_ids, batch, rows)
             if graph.replay is None and graph.was_computed and may_capture:
@@ -140,7 +138,7 @@ class StepGraphs:
         self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
     ) -> tuple[_StepGraph, AttentionBatch]:
         """Return the graph of the sizes that a step is padded to, its arrays filled, and the padded step."""
-        sizes = DECODE_SIZES if rows is None else CHUNK_SIZES
+        sizes = self._kernels.step_sizes if rows is None else CHUNK_SIZES
         padded = batch.padded(sizes)
         made = {name: make(padded) for name, make in self._makers.items()}
         made[_TOKEN_IDS] = HostArrays((lengthened(token_ids, padded.num_rows),))
@@ -172,8 +170,12 @@ class StepGraphs:
     ) -> Callable[[], None] | None:
         """Return what replays a step; None, and a back-off begins, if the capture fails on any rank."""
         replay = None
+        assert self._capture is not None
         try:
             replay = self._capture(lambda: self._compute(model, graph, batch))
+        except NotCapturableError as error:
+            logger.info("steps are not captured: %s", error)
+            self._capture = None
         except Exception:
             logger.exception("a step cannot be captured as a graph; steps are slower without")
         if model.agree(is_captured=replay is not None):

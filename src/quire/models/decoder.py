@@ -12,7 +12,7 @@ import torch
 
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.devices.device import to_device
+from quire.kernels.devices.device import HOST, to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.layers.linear import Linear
 from quire.models.config import ModelConfig
@@ -116,6 +116,8 @@ class Decoder:
     def reserve(self, num_tokens: int) -> None:
         """Allocate what steps of up to `num_tokens` tokens need, so that its addresses stay the same."""
         self._workspace.step(num_tokens)
+        if self.kernels.device == HOST:
+            return
         nowhere = torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
         for table in self._rotary:
             table.rows(nowhere, last=self.config.max_model_len)
@@ -157,10 +159,10 @@ class Decoder:
         Returns:
             [T, hidden] on the device, normalized and ready for `logits`; the next step overwrites it.
         """
-        positions, last = batch.positions_on(self.kernels.device), batch.last_position
+        positions = batch.positions_on(self.kernels.device)
         hidden = self._begun_stream(token_ids, positions, batch.token_types)
-        angles = [table.rows(positions, last=last) for table in self._rotary]
-        scales = [table.query_scale(positions) for table in self._rotary]
+        rotary = [table.of_step(batch) for table in self._rotary]
+        angles, scales = [(cos, sin) for cos, sin, _ in rotary], [scale for _, _, scale in rotary]
         per_layer = None if self.per_layer is None else self.per_layer(token_ids, hidden)
         embeddings = hidden.clone() if self._keeps_embeddings else None
         step = Step((batch, *batch.others), angles, scales, kv, per_layer, embeddings)

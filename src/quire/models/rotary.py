@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.devices.device import HOST, to_device
 from quire.models.config import RopeConfig
 
@@ -32,6 +34,22 @@ class RotaryTable:
         self._sin = torch.empty(0, len(self._frequencies), device=device)
         self._rope = rope
         self._query_scale = torch.empty(0, 1, 1, device=device)
+
+    def of_step(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return a step's (cos, sin), see `rows`, and its query scale."""
+        if (
+            self._device == HOST and batch.step_arrays is not None
+        ):  # captures must not keep a table that grows
+            cos, sin, *scale = batch.on_device(self, self._host_arrays, HOST).arrays
+            return cos, sin, scale[0] if scale else None
+        positions = batch.positions_on(self._device)
+        cos, sin = self.rows(positions, last=batch.last_position)
+        return cos, sin, self.query_scale(positions)
+
+    def _host_arrays(self, batch: AttentionBatch) -> HostArrays:
+        rows = self.rows(batch.positions, last=batch.last_position)
+        scale = self.query_scale(batch.positions)
+        return HostArrays(tuple(each.numpy() for each in (*rows, scale) if each is not None))
 
     def rows(self, positions: torch.Tensor, *, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin), each [T, rotary_dim / 2] float32.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.memory.plan import MemoryPlan
     from quire.execution.drafts.draft_states import DraftStates
     from quire.execution.drafts.proposer import Proposer
-    from quire.execution.step_graphs import Capture
+    from quire.kernels.interface import Capture
     from quire.kv.cache.state_cache import StateCache
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.decoder import Decoder

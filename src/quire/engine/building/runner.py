@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.ranks.group import RankGroup
     from quire.execution.model import Model
     from quire.execution.model_runner import ModelRunner
-    from quire.execution.step_graphs import Capture
+    from quire.kernels.interface import Capture
     from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.kv.cache.state_cache import StateCache
     from quire.kv.connectors.interface import KVConnector
@@ -107,7 +107,7 @@ def build_runner(
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
         states=states,
-        capture=_capture(config, models.target),
+        capture=_capture(config, models.target) or _recording(config, models),
     )
     runner.max_captured_tokens = max_captured_tokens
     return runner
@@ -153,3 +153,12 @@ def _capture(config: EngineConfig, model: Model | Decoder) -> Capture | None:
 
     model.reserve(wide_size_class(config.scheduler.max_num_batched_tokens))
     return CudaGraphs().capture
+
+
+def _recording(config: EngineConfig, models: LoadedModels) -> Capture | None:
+    """Return what kernels record steps with that one rank computes on the host; buffers as for `_capture`."""
+    kernels = models.target.kernels
+    if models.ranks is not None or kernels.capture is None or not kernels.sampling.is_synchronous:
+        return None
+    models.target.reserve(config.scheduler.max_num_batched_tokens)
+    return kernels.capture

@@ -8,9 +8,10 @@ from typing_extensions import override
 
 from quire.execution.drafts.draft_states import DraftStates
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
-from quire.execution.step_graphs import Capture, StepGraphs
+from quire.execution.step_graphs import StepGraphs
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.devices.device import array_to_device
+from quire.kernels.interface import Capture
 from quire.kernels.size_classes import wide_size_class
 from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder

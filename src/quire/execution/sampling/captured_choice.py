@@ -21,9 +21,10 @@ import torch
 from quire.execution.capture_backoff import CaptureBackoff
 from quire.execution.sampling.constraints import NO_EDIT, NO_MASK, RowMasks
 from quire.execution.sampling.table import NO_PENALTIES
-from quire.execution.step_graphs import MAX_GRAPHS, Capture
+from quire.execution.step_graphs import MAX_GRAPHS
 from quire.kernels.arrays import Float64Array
 from quire.kernels.devices.device import array_to_device, copy_to_device
+from quire.kernels.interface import Capture
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, LogitMasks
 from quire.kernels.size_classes import wide_size_class
 from quire.step import Int64Array

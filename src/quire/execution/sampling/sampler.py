@@ -18,10 +18,10 @@ from quire.execution.sampling.constraints import ChangesOfStep, RowMasks, num_ma
 from quire.execution.sampling.penalties import Penalties, StepPenalties
 from quire.execution.sampling.table import CONSTRAINTS, DRAWS, LOGPROBS, PENALTIES, SamplingTable
 from quire.execution.sampling.tokens_in_flight import ReportedLogprobs, TokensInFlight
-from quire.execution.step_graphs import Capture, StepLogits
+from quire.execution.step_graphs import StepLogits
 from quire.kernels.arrays import Float64Array
 from quire.kernels.devices.device import array_to_device
-from quire.kernels.interface import KernelSet
+from quire.kernels.interface import Capture, KernelSet
 from quire.kernels.sampling.token_choice import LogitChanges, LogitEdits, RowDraws
 from quire.step import Int64Array
 

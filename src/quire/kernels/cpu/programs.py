@@ -62,6 +62,7 @@ class _Replay:
     calls: Sequence[Callable[[], object]]
     kept: tuple[object, ...]
 
+    @torch.inference_mode()
     def __call__(self) -> None:
         for call in self.calls:
             call()
