@@ -77,7 +77,7 @@ def read_share(llm: LLM, num_requests: int, context: int, num_experts: int) -> f
 
 @contextlib.contextmanager
 def captured_steps() -> Iterator[dict[int, Callable[[], None]]]:
-    """Note what replays the step of each number of rows that engines in this process computed last, on a GPU."""
+    """Note what replays the last step of each number of rows that this process had a GPU compute."""
     computed = StepGraphs._computed
     replays: dict[int, Callable[[], None]] = {}
 

@@ -10,7 +10,16 @@
 namespace quire {
 
 // How a weight matrix [out_features, in_features] is stored. A panel is read from its start to its end once.
-enum class WeightFormat : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kGroupedInt8 = 5, kMxfp4 = 6 };
+enum class WeightFormat : int {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kInt8 = 3,
+  kInt4 = 4,
+  kGroupedInt8 = 5,
+  kMxfp4 = 6,
+  kInt6 = 7
+};
 
 constexpr int kPanelColumns = 32;
 constexpr int kGatedColumns = kPanelColumns / 2;  // of a panel, if its other half has their gates
@@ -26,7 +35,10 @@ constexpr int kGatedColumns = kPanelColumns / 2;  // of a panel, if its other ha
 //   kGroupedInt8:       likewise, with [group_size / 4][32][4] bytes
 //   kMxfp4:             for each group of 32 inputs: the exponent of a scale [32], 127 added, in bytes; then zeros up to a whole
 //                       line; then the groups' weights, as those of kInt4, in E2M1: sign, two bits of exponent, one of mantissa
-// A weight in groups is (q - zero) * scale * unit with q in 0..15 or 0..255, an int8 weight q * scale. Units are powers of two, so
+//   kInt6:              for each group: float16 scale [32]; then for sixteen inputs of sixteen columns three lines of [16][4] bytes:
+//                       the lower four bits of inputs 0 to 3 and, above them, of 4 to 7; those of 8 to 15 likewise; and the higher
+//                       two bits of all, those of inputs 0 to 3 lowest; after the last group, float32 unit [32]
+// A weight in groups is (q - zero) * scale * unit with q in 0..15, 0..63 (and a zero of 32) or 0..255, an int8 weight q * scale. Units are powers of two, so
 // that scales which float16 can hold, times a power of two, are held exactly.
 struct PackedWeight {
   WeightFormat format;
@@ -47,6 +59,7 @@ struct PackedWeight {
 
 inline int64_t PackedWeight::group_bytes() const {
   if (format == WeightFormat::kMxfp4) return kPanelColumns * group_size / 2;
+  if (format == WeightFormat::kInt6) return kPanelColumns * (2 + group_size * 6 / 8);
   return kPanelColumns * (4 + (format == WeightFormat::kInt4 ? group_size / 2 : group_size));
 }
 
@@ -57,6 +70,7 @@ inline int64_t PackedWeight::panel_bytes() const {
     case WeightFormat::kFloat16: return in_features * kPanelColumns * 2;
     case WeightFormat::kInt8: return (in_features + 3) / 4 * kPanelColumns * 4 + kPanelColumns * 8;
     case WeightFormat::kInt4:
+    case WeightFormat::kInt6:
     case WeightFormat::kGroupedInt8: return num_groups() * group_bytes() + kPanelColumns * 4;
     case WeightFormat::kMxfp4: return exponent_bytes() + num_groups() * group_bytes();
   }

@@ -37,8 +37,8 @@ struct Matrix {
 
   explicit Matrix(const Case& shape) {
     const int64_t count = shape.out_features * shape.in_features;
-    const bool is_mxfp4 = shape.format == WeightFormat::kMxfp4;
-    if (shape.format != WeightFormat::kGroupedInt8 && !is_mxfp4) {
+    const bool is_mxfp4 = shape.format == WeightFormat::kMxfp4, is_int6 = shape.format == WeightFormat::kInt6;
+    if (shape.format != WeightFormat::kGroupedInt8 && !is_mxfp4 && !(is_int6 && random_int(0, 1))) {
       floats = to_bf16(random_floats(count, 0.1f));
       for (const bf16 number : floats) numbers.push_back(to_float(number));
       return;
@@ -46,11 +46,12 @@ struct Matrix {
     for (int64_t group = 0; group < count / shape.group_size; ++group) {
       scales.push_back(is_mxfp4 ? std::ldexp(1.0f, static_cast<int>(random_int(-12, -8)))
                                 : 0x1p-14f * static_cast<float>(random_int(1, 15)));
-      zeros.push_back(static_cast<float>(is_mxfp4 ? 128 : random_int(0, 255)));
+      zeros.push_back(static_cast<float>(is_mxfp4 ? 128 : is_int6 ? 32 : random_int(0, 255)));
     }
     for (int64_t i = 0; i < count; ++i) {
       constexpr int kDoubles[] = {0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12};  // of E2M1
-      const int64_t largest = is_mxfp4 ? 140 : 255, any = is_mxfp4 ? 128 + kDoubles[random_int(0, 14)] : random_int(0, 255);
+      const int64_t largest = is_mxfp4 ? 140 : is_int6 ? 63 : 255;
+      const int64_t any = is_mxfp4 ? 128 + kDoubles[random_int(0, 14)] : random_int(0, largest);
       steps.push_back(static_cast<uint8_t>(random_int(0, 3) ? any : largest));  // the largest sums, too
       const int64_t group = i / shape.group_size;
       numbers.push_back((steps[i] - zeros[group]) * static_cast<double>(scales[group]));
@@ -97,7 +98,10 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
       const double got = to_float(out[row * shape.out_features + column]);
       // Quantized numbers are off by half a step, in 4 bits by a whole one where the largest of the other sign is cut off.
       const bool is_int4 = shape.format == WeightFormat::kInt4, is_int8 = shape.format == WeightFormat::kInt8;
-      const double weight_error = is_int4 ? largest_weight / 8 : is_int8 ? largest_weight / 254 : 0.0;
+      const double weight_error = is_int4                                                       ? largest_weight / 8
+                                  : is_int8                                                     ? largest_weight / 254
+                                  : shape.format == WeightFormat::kInt6 && matrix.steps.empty() ? largest_weight / 62
+                                                                                                : 0.0;
       const double input_error = is_int8 || shape.has_int8_rows ? largest_input / 254 : 0.0;
       const double rounding = inputs * weight_error + weights * input_error + shape.in_features * weight_error * input_error;
       const double bound = std::abs(exact) / 128 + rounding / 64 + magnitude * 1e-5 + rounding + 1e-3;
@@ -122,7 +126,7 @@ int main() {
   for (const Kernels* kernels : all_kernels()) {
     for (const WeightFormat format :
          {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8, WeightFormat::kInt4,
-          WeightFormat::kGroupedInt8, WeightFormat::kMxfp4}) {
+          WeightFormat::kGroupedInt8, WeightFormat::kMxfp4, WeightFormat::kInt6}) {
       const bool in_groups = format >= WeightFormat::kInt4, is_mxfp4 = format == WeightFormat::kMxfp4;
       for (int turn = 0; turn < (in_groups ? 24 : 12); ++turn) {
         const int64_t group_size = is_mxfp4 ? 32 : in_groups ? int64_t{16} << turn % 4 : 0;

@@ -36,11 +36,18 @@ class Panels {
       case WeightFormat::kInt8: return at<int8_t>(output, 0, (input / 4 * kPanelColumns + column) * 4 + input % 4);
       case WeightFormat::kInt4:
       case WeightFormat::kGroupedInt8:
+      case WeightFormat::kInt6:
       case WeightFormat::kMxfp4: break;
     }
     const int64_t in_group = input % shape_.group_size, steps = group_start(input) + kPanelColumns * 4;
     if (shape_.format == WeightFormat::kGroupedInt8) {
       return at<uint8_t>(output, steps, (in_group / 4 * kPanelColumns + column) * 4 + in_group % 4);
+    }
+    if (shape_.format == WeightFormat::kInt6) {
+      const int64_t first = group_start(input) + kPanelColumns * 2 + in_group / 16 * 6 * kLine + column / 16 * 3 * kLine;
+      const int64_t place = column % 16 * 4 + in_group % 4, part = in_group % 16 / 4;
+      const int low = at<uint8_t>(output, first + part / 2 * kLine, place) >> part % 2 * 4 & 0xf;
+      return low | (at<uint8_t>(output, first + 2 * kLine, place) >> part * 2 & 3) << 4;
     }
     return at<uint16_t>(output, steps, (in_group / 8 * kPanelColumns + column) * 2 + in_group % 2) >> (in_group % 8 / 2 * 4) &
            0xf;
@@ -52,6 +59,7 @@ class Panels {
     return static_cast<float>(number_of(at<fp16>(output, group_start(input), column))) * unit;
   }
   float zero(int64_t output, int64_t input) const {
+    if (shape_.format == WeightFormat::kInt6) return 32.0f;
     return static_cast<float>(number_of(at<fp16>(output, group_start(input), kPanelColumns + output % kPanelColumns)));
   }
   int32_t sum(int64_t output) const { return at<int32_t>(output, steps_bytes(), kPanelColumns + output % kPanelColumns); }
@@ -69,6 +77,7 @@ class Panels {
 
  private:
   int64_t group_start(int64_t input) const {
+    if (shape_.format == WeightFormat::kInt6) return input / shape_.group_size * kPanelColumns * (2 + shape_.group_size * 6 / 8);
     const int64_t bits = shape_.format == WeightFormat::kInt4 ? 4 : 8;
     return input / shape_.group_size * kPanelColumns * (4 + shape_.group_size * bits / 8);
   }
@@ -125,6 +134,17 @@ void check_int4(const Panels& panels, const Case& shape, int64_t output, const s
   }
 }
 
+void check_int6(const Panels& panels, const Case& shape, int64_t output, const std::vector<double>& row) {
+  for (int64_t first = 0; first < shape.in_features; first += shape.group_size) {
+    double largest = 0.0;
+    for (int64_t i = 0; i < shape.group_size; ++i) largest = std::max(largest, std::fabs(row[first + i]));
+    for (int64_t i = 0; i < shape.group_size; ++i) {
+      const double number = (panels.number(output, first + i) - 32.0) * panels.scale(output, first);
+      CHECK(std::fabs(number - row[first + i]) <= 0.52 * largest / 31.0, "%g for %g", number, row[first + i]);
+    }
+  }
+}
+
 template <class T>
 void check_floats(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
   const int64_t split = shape.out_features / 3;  // two sources, one below the other
@@ -145,6 +165,10 @@ void check_floats(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
     }
     if (shape.format == WeightFormat::kInt4) {
       check_int4(panels, shape, output, row);
+      continue;
+    }
+    if (shape.format == WeightFormat::kInt6) {
+      check_int6(panels, shape, output, row);
       continue;
     }
     for (int64_t input = 0; input < shape.in_features; ++input) {
@@ -171,11 +195,13 @@ template <class T>
 void check_steps(const Kernels& kernels, ThreadPool& pool, const Case& shape, float factor = 1.0f) {
   constexpr bool kIsGrouped = sizeof(T) == 1 && T(-1) > T(0);
   std::vector<T> steps(shape.out_features * shape.in_features);
-  const int highest = shape.format == WeightFormat::kInt4 ? 15 : 255;
+  const bool is_int6 = shape.format == WeightFormat::kInt6;
+  const int highest = shape.format == WeightFormat::kInt4 ? 15 : is_int6 ? 63 : 255;
   for (T& step : steps) step = static_cast<T>(kIsGrouped ? random_int(0, highest) : random_int(-128, 127));
   const int64_t num_groups = kIsGrouped ? shape.in_features / shape.group_size : 1;
-  const std::vector<float> scales = random_halves(shape.out_features * num_groups, factor),
-                           zeros = random_halves(shape.out_features * num_groups, 8.0f);
+  const std::vector<float> scales = random_halves(shape.out_features * num_groups, factor);
+  std::vector<float> zeros = random_halves(shape.out_features * num_groups, 8.0f);
+  if (is_int6) std::fill(zeros.begin(), zeros.end(), 32.0f);
   const Panels panels(
       kernels, pool, shape,
       {{steps.data(), kIsGrouped ? DType::kUInt8 : DType::kInt8, shape.out_features, scales.data(), zeros.data()}});
@@ -223,13 +249,17 @@ int main() {
       const Case in_groups{WeightFormat::kInt4, out_features, group_size * random_int(1, 3), group_size};
       check_floats<float>(*kernels, pool, in_groups);
       check_floats<bf16>(*kernels, pool, in_groups);
+      const Case in_int6{WeightFormat::kInt6, out_features, in_groups.in_features, group_size / 2};
+      check_floats<float>(*kernels, pool, in_int6);
       for (const float factor : {1.0f, 0x1p-100f, 0x1p100f}) {
         check_steps<uint8_t>(*kernels, pool, in_groups, factor);
+        check_steps<uint8_t>(*kernels, pool, in_int6, factor);
         check_steps<uint8_t>(*kernels, pool, {WeightFormat::kGroupedInt8, out_features, in_groups.in_features, group_size},
                              factor);
       }
     }
     what_is_unsound_stays_so(*kernels, pool, WeightFormat::kInt8);
     what_is_unsound_stays_so(*kernels, pool, WeightFormat::kInt4);
+    what_is_unsound_stays_so(*kernels, pool, WeightFormat::kInt6);
   }
 }

@@ -9,11 +9,13 @@ from native_settings import on_instruction_sets, threads
 
 from pairwise import pairwise
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.devices.torch_internals import has_onednn_bfloat16
 from quire.kernels.layers.linear import FloatLinear, Linear, OneDnnLinear
 from quire.kernels.layers.weights import (
+    INT6_ZERO,
     GroupedWeight,
     Int8Weight,
     Weight,
@@ -44,7 +46,9 @@ def _in_groups(outputs: int, inputs: int, *, bits: int, group_size: int) -> Grou
     return GroupedWeight(
         torch.randint(0, 1 << bits, (outputs, inputs), generator=generator, dtype=torch.uint8),
         as_held(torch.rand(tables, generator=generator) * 4 / (1 << bits)),
-        torch.randint(0, 1 << bits, tables, generator=generator).float(),
+        torch.full(tables, INT6_ZERO)
+        if bits == 6
+        else torch.randint(0, 1 << bits, tables, generator=generator).float(),
         bits,
     )
 
@@ -126,12 +130,12 @@ def test_int4_times_int8(
     _assert_rows_keep_their_bits(linear, rows)
 
 
-@on_instruction_sets(dtype=DTYPES, group_size=[16, 32, 128], activations=["int8", "bfloat16"])
-def test_8_bits_in_groups(
-    instruction_set: str, dtype: torch.dtype, group_size: int, activations: str
+@on_instruction_sets(dtype=DTYPES, group_size=[16, 32, 128], activations=["int8", "bfloat16"], bits=[6, 8])
+def test_6_and_8_bits_in_groups(
+    instruction_set: str, dtype: torch.dtype, group_size: int, activations: str, bits: int
 ) -> None:
     rows, bias = _random(ROWS, 384, dtype=dtype), _random(100, seed=2)
-    weight = _in_groups(100, 384, bits=8, group_size=group_size)
+    weight = _in_groups(100, 384, bits=bits, group_size=group_size)
     linear = PackedLinear([weight], bias, dtype=dtype, int4_activations=activations)
     reference = reference_linear([weight], bias, dtype=torch.float32, int4_activations=activations)
     expected = reference(rows.float())
@@ -211,7 +215,7 @@ def test_packing_quantizes_like_the_reference(instruction_set: str) -> None:
         assert difference.max() <= step * 1.01
 
 
-KINDS = ["float", "int8", "int4", "grouped_int8", "mxfp4"]
+KINDS = ["float", "int8", "int4", "int6", "grouped_int8", "mxfp4"]
 
 
 @pairwise(first=KINDS, second=KINDS)
@@ -220,13 +224,15 @@ def test_parts_of_any_kinds(first: str, second: str) -> None:
         "float": _random(48, 64, seed=1),
         "int8": quantize_int8(_random(48, 64, seed=2)),
         "int4": quantize_int4(_random(48, 64, seed=3), 32),
+        "int6": _in_groups(48, 64, bits=6, group_size=16),
         "grouped_int8": _in_groups(48, 64, bits=8, group_size=16),
         "mxfp4": _in_mxfp4(48, 64),
     }
     parts = [make[first], make[second]]
     rows = _random(5, 64)
     expected = torch.cat([F.linear(rows, dequantize(part)) for part in parts], dim=1)
-    for linear in (PackedLinear(parts, dtype=torch.float32), reference_linear(parts, dtype=torch.float32)):
+    for linear_of in (PackedLinear, NativeKernels().linear, reference_linear):
+        linear = linear_of(parts, dtype=torch.float32)
         torch.testing.assert_close(linear(rows), expected, atol=0.5, rtol=0.02)
 
 

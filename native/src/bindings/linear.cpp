@@ -108,7 +108,8 @@ void bind_linear(nb::module_& module) {
       .value("int8", WeightFormat::kInt8)
       .value("int4", WeightFormat::kInt4)
       .value("grouped_int8", WeightFormat::kGroupedInt8)
-      .value("mxfp4", WeightFormat::kMxfp4);
+      .value("mxfp4", WeightFormat::kMxfp4)
+      .value("int6", WeightFormat::kInt6);
   nb::class_<PackedWeight>(module, "PackedWeight")
       .def(
           "__init__",

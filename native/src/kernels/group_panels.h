@@ -30,6 +30,33 @@ struct WholeGroup {
   QUIRE_INLINE const fp16* scales() const { return reinterpret_cast<const fp16*>(start); }
 };
 
+constexpr int kInt6Zero = 32;
+
+struct Int6Group {
+  static constexpr int kHeader = kPanelColumns * 2;  // bytes of a group's scales
+
+  const char* start;
+  const char* weights;
+
+  Int6Group(const PackedWeight& weight, const char* panel, int64_t group)
+      : start(panel + group * weight.group_bytes()), weights(start + kHeader) {}
+  QUIRE_INLINE void prefetch_scales() const { __builtin_prefetch(start + kAheadBytes, 0, 2); }
+  QUIRE_INLINE f32x16 scale(int half) const { return load(reinterpret_cast<const fp16*>(start) + half * kLanes); }
+  QUIRE_INLINE f32x16 zero(int) const { return splat(static_cast<float>(kInt6Zero)); }
+  static QUIRE_INLINE f32x16 unit(const PackedWeight& weight, const char* panel, int half) {
+    return WholeGroup::unit(weight, panel, half);
+  }
+};
+
+// Three lines of a panel: the weights of sixteen inputs, four in each lane.
+QUIRE_INLINE void unpack_int6(const char* at, u32x16 (&fours)[4]) {
+  const u32x16 first = load_bits<u32x16>(at), second = load_bits<u32x16>(at + kLine), high = load_bits<u32x16>(at + 2 * kLine);
+  fours[0] = (first & 0x0f0f0f0f) | (high << 4 & 0x30303030);
+  fours[1] = (first >> 4 & 0x0f0f0f0f) | (high << 2 & 0x30303030);
+  fours[2] = (second & 0x0f0f0f0f) | (high & 0x30303030);
+  fours[3] = (second >> 4 & 0x0f0f0f0f) | (high >> 2 & 0x30303030);
+}
+
 // kZero: what stands for 0 in a kernel, which multiplies kSteps times the weights.
 template <int kZero, int kSteps>
 struct Float4Group {

@@ -167,6 +167,7 @@ void linear(const LinearCall& call, ThreadPool& pool) {
     case WeightFormat::kFloat16: return multiply_float<Float16Format>(call, pool);
     case WeightFormat::kInt8: return multiply_int8(call, pool);
     case WeightFormat::kInt4:
+    case WeightFormat::kInt6:
     case WeightFormat::kGroupedInt8:
     case WeightFormat::kMxfp4:
       return call.weight->has_int8_rows ? QUIRE_BASE_ISA::multiply_groups_int8(call, pool)

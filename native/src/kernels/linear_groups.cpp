@@ -10,15 +10,31 @@ namespace {
 
 QUIRE_INLINE u32x16 bits_of_whole(u32x16 numbers) { return bits_as<u32x16>(convert<f32x16>(bits_as<i32x16>(numbers))); }
 
+// Four bytes of each lane: two pairs.
+QUIRE_INLINE void unpack_bytes(u32x16 packed, u32x16* pairs) {
+  for (int pair = 0; pair < 2; ++pair) {
+    const u32x16 word = packed >> (16 * pair);
+    pairs[pair] = bits_of_whole(word & 0xff) >> 16 | bits_of_whole(word >> 8 & 0xff);
+  }
+}
+
 struct Int8Lines {
   using Group = WholeGroup;
+  static constexpr int kLines = 1;  // of a panel, that are read together
   static constexpr int kPairs = 2;
 
-  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const u32x16 word = packed >> (16 * pair);
-      pairs[pair] = bits_of_whole(word & 0xff) >> 16 | bits_of_whole(word >> 8 & 0xff);
-    }
+  static QUIRE_INLINE void unpack(const char* at, u32x16 (&pairs)[kPairs]) { unpack_bytes(load_bits<u32x16>(at), pairs); }
+};
+
+struct Int6Lines {
+  using Group = Int6Group;
+  static constexpr int kLines = 3;
+  static constexpr int kPairs = 8;
+
+  static QUIRE_INLINE void unpack(const char* at, u32x16 (&pairs)[kPairs]) {
+    u32x16 fours[4];
+    unpack_int6(at, fours);
+    for (int i = 0; i < 4; ++i) unpack_bytes(fours[i], pairs + 2 * i);
   }
 };
 
@@ -36,11 +52,12 @@ alignas(64) const uint16_t kFloat4Pairs[32] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0
 template <class GroupOfLines, const uint16_t* kTable>
 struct TableLines {
   using Group = GroupOfLines;
+  static constexpr int kLines = 1;
   static constexpr int kPairs = 4;
 
-  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
+  static QUIRE_INLINE void unpack(const char* at, u32x16 (&pairs)[kPairs]) {
     const __m512i numbers = _mm512_load_si512(kTable);
-    const __m512i words = bits_as<__m512i>(packed);
+    const __m512i words = _mm512_loadu_si512(at);
     pairs[0] = bits_as<u32x16>(_mm512_permutexvar_epi16(words, numbers));
     pairs[1] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), numbers));
     pairs[2] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), numbers));
@@ -52,9 +69,11 @@ using Float4Lines = TableLines<Float4Group<0, 1>, kFloat4Pairs>;
 #else
 struct Int4Lines {
   using Group = WholeGroup;
+  static constexpr int kLines = 1;
   static constexpr int kPairs = 4;
 
-  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
+  static QUIRE_INLINE void unpack(const char* at, u32x16 (&pairs)[kPairs]) {
+    const u32x16 packed = load_bits<u32x16>(at);
     for (int pair = 0; pair < kPairs; ++pair) {
       pairs[pair] = bits_of_whole(packed >> (4 * pair) & 0xf) >> 16 | bits_of_whole(packed >> (16 + 4 * pair) & 0xf);
     }
@@ -63,9 +82,11 @@ struct Int4Lines {
 
 struct Float4Lines {
   using Group = Float4Group<0, 2>;
+  static constexpr int kLines = 1;
   static constexpr int kPairs = 4;
 
-  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
+  static QUIRE_INLINE void unpack(const char* at, u32x16 (&pairs)[kPairs]) {
+    const u32x16 packed = load_bits<u32x16>(at);
     for (int pair = 0; pair < kPairs; ++pair) {
       const u32x16 numbers = float4_numbers(packed >> (4 * pair) & 0x000f000f);
       pairs[pair] = bits_of_whole((numbers & 0xff) - kFloat4Zero) >> 16 | bits_of_whole((numbers >> 16 & 0xff) - kFloat4Zero);
@@ -97,13 +118,14 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
     for (int64_t line = 0; line < num_lines; ++line) {
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        const char* at = parts.weights + (2 * line + half) * kLine;
-        __builtin_prefetch(at + kAheadBytes, 0, 2);
+        const char* at = parts.weights + (2 * line + half) * Lines::kLines * kLine;
+#pragma GCC unroll 3
+        for (int i = 0; i < Lines::kLines; ++i) __builtin_prefetch(at + kAheadBytes + i * kLine, 0, 2);
         u32x16 pairs[Lines::kPairs];
-        Lines::unpack(load_bits<u32x16>(at), pairs);
+        Lines::unpack(at, pairs);
 #pragma GCC unroll 12
         for (int row = 0; row < R; ++row) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int pair = 0; pair < Lines::kPairs; ++pair) {
             const uint32_t input = BFloat16Format::input(inputs + row * rows.in_features, Lines::kPairs * line + pair);
             BFloat16Format::add(sums[row][half], input, pairs[pair]);
@@ -178,6 +200,7 @@ void multiply_groups(const LinearCall& call, ThreadPool& pool) {
   switch (call.weight->format) {
     case WeightFormat::kInt4: return multiply<Int4Lines>(call, pool);
     case WeightFormat::kMxfp4: return multiply<Float4Lines>(call, pool);
+    case WeightFormat::kInt6: return multiply<Int6Lines>(call, pool);
     default: return multiply<Int8Lines>(call, pool);
   }
 }

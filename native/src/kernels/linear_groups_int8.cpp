@@ -12,7 +12,7 @@ namespace {
 using Partial = i32x16;
 constexpr int64_t kMaxSum = INT64_MAX;  // that a partial sum has room for
 constexpr int kHalvesTogether = 2;      // of a panel, whose sums fit into the registers with those of kRowsTogether rows
-constexpr int kRowsTogether = kTileRows;
+constexpr int kRowsTogether = 8;        // and with what they add up to
 
 QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
   sum = bits_as<i32x16>(_mm512_dpbusd_epi32(bits_as<__m512i>(sum), bits_as<__m512i>(weights), _mm512_set1_epi32(inputs)));
@@ -65,13 +65,14 @@ QUIRE_INLINE void unpack(u32x16 line, u32x16 (&halves)[2]) {
 // Four bytes hold the weights of eight inputs: first the lower halves of the bytes, then the higher ones.
 struct Int4Lines {
   using Group = WholeGroup;
+  static constexpr int kLines = 1;  // of a panel, that are read together
   static constexpr int kMaxWeight = 15;
   static constexpr int kInputs = 8;
   static constexpr int kOrder[kInputs] = {0, 4, 1, 5, 2, 6, 3, 7};  // of the inputs of a row, to fit
   static constexpr int kOperands = 2;
   static constexpr int kPartials = 1;
 
-  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) { unpack(line, operands); }
+  static QUIRE_INLINE void operands(const char* at, u32x16 (&operands)[kOperands]) { unpack(load_bits<u32x16>(at), operands); }
   static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) { return widened(partials[0]); }
 };
 
@@ -79,14 +80,15 @@ struct Float4Lines : Int4Lines {
   using Group = Float4Group<kFloat4Zero, 2>;
   static constexpr int kMaxWeight = 2 * kFloat4Zero;
 
-  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) {
-    unpack(line, operands);
+  static QUIRE_INLINE void operands(const char* at, u32x16 (&operands)[kOperands]) {
+    unpack(load_bits<u32x16>(at), operands);
     for (u32x16& operand : operands) operand = float4_numbers(operand);
   }
 };
 
 struct Int8Lines {
   using Group = WholeGroup;
+  static constexpr int kLines = 1;
   static constexpr int kMaxWeight = 15;  // where bytes are multiplied by halves
   static constexpr int kInputs = 4;
   static constexpr int kOrder[kInputs] = {0, 1, 2, 3};
@@ -95,7 +97,7 @@ struct Int8Lines {
   static constexpr int kOperands = 2;
   static constexpr int kPartials = 2;
 
-  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) { unpack(line, operands); }
+  static QUIRE_INLINE void operands(const char* at, u32x16 (&operands)[kOperands]) { unpack(load_bits<u32x16>(at), operands); }
   static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) {
     return widened(partials[0]) + (widened(partials[1]) << 4);
   }
@@ -103,9 +105,26 @@ struct Int8Lines {
   static constexpr int kOperands = 1;
   static constexpr int kPartials = 1;
 
-  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) { operands[0] = line; }
+  static QUIRE_INLINE void operands(const char* at, u32x16 (&operands)[kOperands]) { operands[0] = load_bits<u32x16>(at); }
   static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) { return widened(partials[0]); }
 #endif
+};
+
+struct Int6Lines {
+  using Group = Int6Group;
+  static constexpr int kLines = 3;
+  static constexpr int kMaxWeight = 63;
+  static constexpr int kInputs = 16;
+  static constexpr int kOrder[kInputs] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static constexpr int kOperands = 4;
+  static constexpr int kPartials = kMaxSum == INT16_MAX ? 2 : 1;
+
+  static QUIRE_INLINE void operands(const char* at, u32x16 (&operands)[kOperands]) { unpack_int6(at, operands); }
+  static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) {
+    i32x16 sum = widened(partials[0]);
+    for (int i = 1; i < kPartials; ++i) sum += widened(partials[i]);
+    return sum;
+  }
 };
 
 // -- tiles: R rows times one panel --------------------------------------------------------------------------------------
@@ -119,12 +138,53 @@ struct Rows {
   int64_t num_groups;
 };
 
+QUIRE_INLINE uint32_t load_four(const int8_t* inputs) {
+  uint32_t four;
+  std::memcpy(&four, inputs, sizeof four);
+  return four;
+}
+
+// Adds the products of a line of some halves of the panel to partials(row, half, partial).
+template <class Lines, int R, class Partials>
+QUIRE_INLINE void add_line(const int8_t* inputs, int64_t row_stride, const char* weights, int first_half,
+                           const Partials& partials) {
+  constexpr int kQuads = Lines::kInputs / 4;
+  u32x16 operands[kHalvesTogether][Lines::kOperands];
+#pragma GCC unroll 2
+  for (int half = 0; half < kHalvesTogether; ++half) {
+    const char* at = weights + (first_half + half) * Lines::kLines * kLine;
+#pragma GCC unroll 3
+    for (int i = 0; i < Lines::kLines; ++i) __builtin_prefetch(at + kAheadBytes + i * kLine, 0, 2);
+    Lines::operands(at, operands[half]);
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < R; ++row) {
+#pragma GCC unroll 8
+    for (int i = 0; i < Lines::kOperands; ++i) {
+      const uint32_t four = load_four(inputs + row * row_stride + i % kQuads * 4);
+#pragma GCC unroll 2
+      for (int half = 0; half < kHalvesTogether; ++half) {
+        add_products(partials(row, half, i * Lines::kPartials / Lines::kOperands), operands[half][i], four);
+      }
+    }
+  }
+}
+
 // Adds the products of a group to `sums`, of some halves of the panel.
 template <class Lines, int R>
 QUIRE_INLINE void add_group(i32x16 (&sums)[R][2], const int8_t* inputs, int64_t row_stride, int64_t num_lines,
                             const char* weights, int first_half) {
-  constexpr int kQuads = Lines::kInputs / 4;
-  constexpr int64_t kMaxLines = kMaxSum / (2 * 127 * Lines::kMaxWeight) / kQuads;  // a partial sum is of pairs of products
+  constexpr int64_t kLineBytes = 2 * Lines::kLines * kLine;
+  if constexpr (kMaxSum == INT64_MAX && Lines::kPartials == 1) {
+    for (int64_t line = 0; line < num_lines; ++line) {
+      add_line<Lines, R>(inputs + line * Lines::kInputs, row_stride, weights + line * kLineBytes, first_half,
+                         [&](int row, int half, int) -> Partial& { return sums[row][first_half + half]; });
+    }
+    return;
+  }
+  constexpr int kOperandsOfPartial = Lines::kOperands / Lines::kPartials;
+  constexpr int64_t kMaxLines = kMaxSum / (2 * 127 * Lines::kMaxWeight * kOperandsOfPartial);  // pairs of products are added up
+  static_assert(kMaxLines > 0);
   for (int64_t line = 0; line < num_lines;) {
     const int64_t stop = kMaxLines < num_lines - line ? line + kMaxLines : num_lines;
     Partial partials[R][kHalvesTogether][Lines::kPartials];
@@ -137,25 +197,8 @@ QUIRE_INLINE void add_group(i32x16 (&sums)[R][2], const int8_t* inputs, int64_t 
       }
     }
     for (; line < stop; ++line) {
-      u32x16 operands[kHalvesTogether][Lines::kOperands];
-#pragma GCC unroll 2
-      for (int half = 0; half < kHalvesTogether; ++half) {
-        const char* at = weights + (2 * line + first_half + half) * kLine;
-        __builtin_prefetch(at + kAheadBytes, 0, 2);
-        Lines::operands(load_bits<u32x16>(at), operands[half]);
-      }
-#pragma GCC unroll 12
-      for (int row = 0; row < R; ++row) {
-        uint32_t fours[kQuads];
-        std::memcpy(fours, inputs + row * row_stride + line * Lines::kInputs, sizeof fours);
-#pragma GCC unroll 2
-        for (int half = 0; half < kHalvesTogether; ++half) {
-#pragma GCC unroll 2
-          for (int i = 0; i < Lines::kOperands; ++i) {
-            add_products(partials[row][half][i % Lines::kPartials], operands[half][i], fours[i % kQuads]);
-          }
-        }
-      }
+      add_line<Lines, R>(inputs + line * Lines::kInputs, row_stride, weights + line * kLineBytes, first_half,
+                         [&](int row, int half, int partial) -> Partial& { return partials[row][half][partial]; });
     }
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) {
@@ -165,10 +208,11 @@ QUIRE_INLINE void add_group(i32x16 (&sums)[R][2], const int8_t* inputs, int64_t 
   }
 }
 
-// Adds R rows times one panel to `totals`, without the scales of the rows and the units. Sums of a group are exact; its scale and
-// zero come in once for each row and column.
+// R rows times one panel, without the scales of the rows and the units. Sums of a group are exact; its scale and zero come in once
+// for each row and column.
 template <class Lines, int R>
 void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, const PackedWeight& weight, const char* panel) {
+  f32x16 own[R][2] = {};
   for (int64_t group = 0; group < rows.num_groups; ++group) {
     const int8_t* inputs = rows.numbers + first_row * rows.row_stride + group * weight.group_size;
     const typename Lines::Group parts(weight, panel, group);
@@ -186,9 +230,14 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
 #pragma GCC unroll 12
       for (int row = 0; row < R; ++row) {
         const float group_sum = rows.group_sums[(first_row + row) * rows.num_groups + group];
-        totals[row][half] += scale * (convert<f32x16>(sums[row][half]) - zero * group_sum);
+        own[row][half] += scale * (convert<f32x16>(sums[row][half]) - zero * group_sum);
       }
     }
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < R; ++row) {
+    totals[row][0] = own[row][0];
+    totals[row][1] = own[row][1];
   }
 }
 
@@ -244,7 +293,7 @@ void multiply(const LinearCall& call, ThreadPool& pool) {
   const Rows rows = quantize_rows<Lines>(call, pool);
   for_each_task(call, pool, kRowsTogether, [&](const PanelTask& task) {
     for_each_tile<kRowsTogether>(task.first_row, task.last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
-      f32x16 totals[kRowsTogether][2] = {};
+      f32x16 totals[kRowsTogether][2];
       tile_function<Lines>(num_rows)(totals, rows, row, weight, task.panel);
       for (int i = 0; i < num_rows; ++i) {
         for (int half = 0; half < 2; ++half) {
@@ -263,6 +312,7 @@ void multiply_groups_int8(const LinearCall& call, ThreadPool& pool) {
   switch (call.weight->format) {
     case WeightFormat::kInt4: return multiply<Int4Lines>(call, pool);
     case WeightFormat::kMxfp4: return multiply<Float4Lines>(call, pool);
+    case WeightFormat::kInt6: return multiply<Int6Lines>(call, pool);
     default: return multiply<Int8Lines>(call, pool);
   }
 }

@@ -104,20 +104,21 @@ const char* int8_row(const Column& column, const WeightSource& source, int64_t r
   return buffer;
 }
 
-// What the steps 0 to 15 of a group stand for: (step - zero) * scale.
-struct Int4Range {
+// What the steps 0 to `last` of a group stand for: (step - zero) * scale.
+struct GroupRange {
   float scale, zero;
+  float last = 15.0f;
 
   QUIRE_INLINE f32x16 steps_of(f32x16 weights) const {
     const f32x16 steps = weights * (scale > 0.0f ? 1.0f / scale : 0.0f) + zero;
-    return minimum(maximum(steps, f32x16{}), splat(15.0f)) + kRound;  // rounded, in the low bits
+    return minimum(maximum(steps, f32x16{}), splat(last)) + kRound;  // rounded, in the low bits
   }
   QUIRE_INLINE f32x16 errors_of(f32x16 weights) const { return (steps_of(weights) - kRound - zero) * scale - weights; }
 };
 
 // The sixteen steps over a group's weights and 0, or over less, with the outermost weights cut off: whichever has the least squared
 // error. NaN if there is a NaN or an infinity.
-Int4Range best_range(const float* weights, int64_t count) {
+GroupRange best_range(const float* weights, int64_t count) {
   f32x16 lowest = {}, highest = {}, unsound = {};
   for (int64_t input = 0; input < count; input += kLanes) {
     const f32x16 values = load(weights + input);
@@ -126,12 +127,12 @@ Int4Range best_range(const float* weights, int64_t count) {
     unsound += values * 0.0f;
   }
   const float low = -max_of_lanes(-lowest), high = max_of_lanes(highest);
-  Int4Range best = {(high - low) / 15.0f + sum_of_lanes(unsound), 0.0f};
+  GroupRange best = {(high - low) / 15.0f + sum_of_lanes(unsound), 0.0f};
   float least = __builtin_inff();
   for (const float share : kRangeShares) {
     const float scale = (high - low) * share / 15.0f;
     if (!(scale > 0.0f)) continue;
-    const Int4Range range = {scale, -low * share / scale};
+    const GroupRange range = {scale, -low * share / scale};
     f32x16 sum = {};
     for (int64_t input = 0; input < count; input += kLanes) {
       const f32x16 error = range.errors_of(load(weights + input));
@@ -144,6 +145,17 @@ Int4Range best_range(const float* weights, int64_t count) {
     }
   }
   return best;
+}
+
+// The largest magnitude becomes 31 steps. NaN if there is a NaN or an infinity.
+GroupRange int6_range(const float* weights, int64_t count) {
+  f32x16 largest = {}, unsound = {};
+  for (int64_t input = 0; input < count; input += kLanes) {
+    const f32x16 values = load(weights + input);
+    largest = maximum(largest, maximum(values, -values));
+    unsound += values * 0.0f;
+  }
+  return {max_of_lanes(largest) / 31.0f + sum_of_lanes(unsound), kInt6Zero};
 }
 
 // The power of two that scales are stored as multiples of: the largest finite one becomes 2^14 to 2^15.
@@ -179,11 +191,24 @@ void load_group(const PackedWeight& weight, const WeightSource& source, int64_t 
   }
 }
 
-void take_steps(Int4Range range, const float* weights, int64_t count, int8_t* steps) {
+void take_steps(GroupRange range, const float* weights, int64_t count, int8_t* steps) {
   for (int64_t input = 0; input < count; input += kLanes) {
     const i32x16 rounded = bits_as<i32x16>(range.steps_of(load(weights + input))) - bits_as<i32x16>(splat(kRound));
     const i8x16 bytes = low_bytes(rounded);
     std::memcpy(steps + input, &bytes, kLanes);
+  }
+}
+
+void store_int6_steps(const Column& column, const uint8_t* steps, char* to) {
+  const int64_t half = column.index / kLanes, lane = column.index % kLanes;
+  for (int64_t unit = 0; unit < column.weight->group_size / 16; ++unit) {
+    const uint8_t* q = steps + unit * 16;
+    char* line = to + (2 * unit + half) * 3 * kLine + lane * 4;
+    for (int i = 0; i < 4; ++i) {
+      line[i] = static_cast<char>((q[i] & 15) | (q[4 + i] & 15) << 4);
+      line[kLine + i] = static_cast<char>((q[8 + i] & 15) | (q[12 + i] & 15) << 4);
+      line[2 * kLine + i] = static_cast<char>(q[i] >> 4 | q[4 + i] >> 4 << 2 | q[8 + i] >> 4 << 4 | q[12 + i] >> 4 << 6);
+    }
   }
 }
 
@@ -196,6 +221,7 @@ void store_steps(const Column& column, const int8_t* steps, char* to) {
     }
     return;
   }
+  if (column.weight->format == WeightFormat::kInt6) return store_int6_steps(column, reinterpret_cast<const uint8_t*>(steps), to);
   for (int64_t octet = 0; octet < group_size / 8; ++octet) {
     const int8_t* q = steps + octet * 8;
     const uint16_t packed[2] = {static_cast<uint16_t>(q[0] | q[2] << 4 | q[4] << 8 | q[6] << 12),
@@ -231,7 +257,7 @@ void pack_grouped_row(const Column& column, const WeightSource& source, int64_t 
   const PackedWeight& weight = *column.weight;
   const int64_t group_size = weight.group_size, num_groups = weight.num_groups();
   const GroupMemory memory(weight, buffer);
-  const bool has_steps = source.type == DType::kUInt8;
+  const bool has_steps = source.type == DType::kUInt8, is_int6 = weight.format == WeightFormat::kInt6;
   for (int64_t group = 0; group < num_groups; ++group) {
     if (has_steps) {
       memory.scales[group] = source.scales[row * num_groups + group];
@@ -239,7 +265,7 @@ void pack_grouped_row(const Column& column, const WeightSource& source, int64_t 
       continue;
     }
     load_group(weight, source, row * weight.in_features + group * group_size, memory.weights);
-    const Int4Range range = best_range(memory.weights, group_size);
+    const GroupRange range = is_int6 ? int6_range(memory.weights, group_size) : best_range(memory.weights, group_size);
     memory.scales[group] = range.scale;
     memory.zeros[group] = range.zero;
   }
@@ -252,13 +278,13 @@ void pack_grouped_row(const Column& column, const WeightSource& source, int64_t 
       std::memcpy(memory.steps, static_cast<const uint8_t*>(source.rows) + place, group_size);
     } else {
       load_group(weight, source, place, memory.weights);
-      take_steps({to_float(scale) * unit, to_float(zero)}, memory.weights, group_size, memory.steps);
+      take_steps({to_float(scale) * unit, to_float(zero), is_int6 ? 63.0f : 15.0f}, memory.weights, group_size, memory.steps);
     }
     char* to = column.panel + group * weight.group_bytes();
     fp16* scales = reinterpret_cast<fp16*>(to);
     scales[column.index] = scale;
-    scales[kPanelColumns + column.index] = zero;
-    store_steps(column, memory.steps, to + kGroupHeader);
+    if (!is_int6) scales[kPanelColumns + column.index] = zero;
+    store_steps(column, memory.steps, to + (is_int6 ? Int6Group::kHeader : kGroupHeader));
   }
 }
 

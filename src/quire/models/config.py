@@ -65,12 +65,14 @@ class ModelConfig:
     family: str = ""  # entry of `quire.models.families.FAMILIES` that knows its weights
     dtype: str = "float32"  # of the weights as stored
     stored_quantization: str = "none"
-    """What most quantized matrices become: int8, int4, grouped_int8, mxfp4 (on a GPU grouped_int8), on a GPU
-    fp8, fp8_blocks; none if there are no such matrices.
+    """What most quantized matrices become: int8, int4, grouped_int8, int6 and mxfp4 (on a GPU grouped_int8),
+    on a GPU fp8, fp8_blocks; none if there are no such matrices.
     """
     stored_group_size: int = 128  # inputs that share a scale, of all kinds in groups and blocks
     stored_otherwise: tuple[tuple[int, str, str, int], ...] = ()
-    """(layer, field, quantization, group size) of matrices that are not as most; see `WeightSpec`."""
+    """(layer, field, quantization, group size) of matrices that are not as most, see `WeightSpec`; and of
+    parts in groups of different kinds, which native kernels hold apart.
+    """
     embedding_dtype: str = ""  # of the embedding as stored; empty: it is quantized there
     vocab_size: int = 0  # rows of the embedding
     hidden_size: int = 0  # features of the residual stream

@@ -14,7 +14,8 @@ from quire.models.layer import LayerWeight, joined_section
 from quire.models.layers import per_layer
 from quire.models.shard import WHOLE, Shard
 
-_IN_GROUPS = ("int4", "grouped_int8", "mxfp4")
+_IN_GROUPS = {"int4": (4, 4, 4), "int6": (6, 2, 4), "grouped_int8": (8, 4, 4), "mxfp4": (4, 1, 0)}
+"""Bits of a weight, and bytes of the scales and zeros of a group and of the unit of a row."""
 _FLOAT8 = ("fp8", "fp8_blocks")
 _FLOATS = ("none", 0)
 _FLOAT8_BLOCK = 128  # rows that share a scale
@@ -189,8 +190,11 @@ def weight_bytes(
             is_output = config.tie_word_embeddings and config.pooling is None
             if spec.field == per_layer.EMBEDDING or not is_output:
                 continue
-        for source in spec.sources:
+        for number, source in enumerate(spec.sources):
             held, held_size = wanted if is_float else (kind, size)
+            if is_native and not on_gpu:
+                part = spec.layer, part_name(spec.field, number)
+                held, held_size = stored.get(part, (held, held_size))
             if held in _IN_GROUPS:
                 otherwise = None if is_float else wanted
                 held, held_size = _in_fitting_groups(
@@ -204,13 +208,18 @@ def weight_bytes(
     return total
 
 
+def part_name(field: str, number: int) -> str:
+    """Return what a part of a matrix is called in `ModelConfig.stored_otherwise`."""
+    return f"{field}.{number}"
+
+
 def _in_fitting_groups(
     kind: str, size: int, inputs: int, *, otherwise: tuple[str, int] | None
 ) -> tuple[str, int]:
     """Return what matrices in groups of `size` are held as, and in groups of how many inputs.
 
     Args:
-        kind: int4, grouped_int8 or mxfp4.
+        kind: one of those in groups.
         size: one of the kernels'.
         inputs: of the matrix, or of the part that is held.
         otherwise: quantization and group size of floats; None: `kind` is what floats are quantized to.
@@ -261,10 +270,11 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *,
     if kind == "fp8_blocks":
         return rows * inputs + -(-rows // _FLOAT8_BLOCK) * -(-inputs // group_size) * 4
     if kind in _IN_GROUPS:
-        groups, is_mxfp4 = inputs // group_size, kind == "mxfp4" and not on_gpu
-        values = inputs // 2 if kind == "int4" or is_mxfp4 else inputs
-        # Scale and zero in float32; or an exponent; or both in float16, and their unit.
-        return rows * (values + (groups * 8 if on_gpu else groups if is_mxfp4 else groups * 4 + 4))
+        groups = inputs // group_size
+        if on_gpu:  # scale and zero in float32
+            return rows * ((inputs // 2 if kind == "int4" else inputs) + groups * 8)
+        bits, of_group, of_row = _IN_GROUPS[kind]
+        return rows * (inputs * bits // 8 + groups * of_group + of_row)
     return rows * (inputs + 8)  # scale and sum
 
 

@@ -17,7 +17,7 @@ from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.experts import PackedExperts
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
-from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.linear import linear_of
 from quire.kernels.cpu.programs import NativePrograms, refuse_recording
 from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule, selective_scan
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
@@ -96,7 +96,7 @@ class NativeKernels(KernelSet):
 
     @override
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> Linear:
-        return PackedLinear(parts, bias, **options)
+        return linear_of(parts, bias, **options)
 
     @override
     def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:

@@ -6,6 +6,7 @@ Where torch's oneDNN reaches the same rate, it does so from some tens of rows on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ GATED_COLUMNS = 16  # of gates, and then of what they are multiplied with, in a 
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = ("none", "int8", "int4", "grouped_int8")  # of floats
-_IN_GROUPS = ("int4", "grouped_int8", "mxfp4")
+_IN_GROUPS = ("int4", "int6", "grouped_int8", "mxfp4")
 _GROUP_MULTIPLE = 16  # of inputs that share a scale, see native/src/linear.h
 
 
@@ -75,7 +76,7 @@ class PackedMatrix:
         memory = memory or WeightMemory()
         for part in parts:
             _check_part(part, inputs, is_read=not memory.is_filled)
-        kind = quantization_of(parts, quantization, group_size, has_mxfp4=True)
+        kind = quantization_of(parts, quantization, group_size, has_mxfp4=True, has_int6=True)
         if dtype not in _FLOATS or quantization not in _KINDS:
             raise TypeError(
                 f"a layer is to be {dtype} and quantized by {quantization!r}; types are float32, bfloat16 "
@@ -129,6 +130,36 @@ class PackedLinear(Linear):
         return out
 
 
+class LinearsSideBySide(Linear):
+    """Layers of the same rows, for parts of a matrix that are held in different ways."""
+
+    def __init__(self, runs: Sequence[Sequence[Weight]], bias: torch.Tensor | None, **options: Any) -> None:
+        super().__init__([part for run in runs for part in run], bias)
+        ends = list(itertools.accumulate(sum(map(num_rows, run)) for run in runs))
+        self._columns = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self._linears = [
+            PackedLinear(run, None if bias is None else bias[columns], **options)
+            for run, columns in zip(runs, self._columns, strict=True)
+        ]
+
+    @override
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = rows.new_empty((len(rows), self.out_features))
+        for linear, columns in zip(self._linears, self._columns, strict=True):
+            linear(rows, out=out[:, columns])
+        return out
+
+
+def linear_of(parts: Sequence[Weight], bias: torch.Tensor | None, **options: Any) -> Linear:
+    """Return the layer of `KernelSet.linear`; parts in groups of different numbers of bits are held apart."""
+    in_groups = [part for part in parts if isinstance(part, GroupedWeight)]
+    if len({part.bits for part in in_groups}) > 1 and len(in_groups) == len(parts):
+        runs = [list(run) for _, run in itertools.groupby(in_groups, key=lambda part: part.bits)]
+        return LinearsSideBySide(runs, bias, **options)
+    return PackedLinear(parts, bias, **options)
+
+
 @checked_once
 def row_numbers(rows: Form, out: Form, in_features: int, out_features: int) -> tuple[int, int, int, int, int]:
     """Return type, stride and number of rows, and type and stride of the result.
@@ -168,6 +199,8 @@ def _check_part(part: Weight, in_features: int, *, is_read: bool) -> None:
             ("a float8 weight's scales", part.scales, _FLOATS, blocks),
         ]
     else:
+        if part.bits not in (4, 6, 8):
+            raise ValueError(f"a weight in groups has {part.bits} bits; it must have 4, 6 or 8")
         groups = part.scales.shape[-1]
         if not groups or in_features % groups:
             raise ValueError(
@@ -213,7 +246,7 @@ def _checked_group_size(parts: Sequence[Weight], wanted: int) -> int:
 def _as_source(part: Weight, kind: str, group_size: int) -> torch.Tensor | Int8Weight | GroupedWeight:
     """Return `part` in a form that can be packed as `kind`."""
     if isinstance(part, GroupedWeight):
-        fits = kind in ("grouped_int8", "mxfp4") or (kind == "int4" and part.bits == 4)
+        fits = kind in ("int6", "grouped_int8", "mxfp4") or (kind == "int4" and part.bits == 4)
     else:
         fits = isinstance(part, torch.Tensor) or (isinstance(part, Int8Weight) and kind == "int8")
     if not fits:

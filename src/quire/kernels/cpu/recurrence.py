@@ -36,7 +36,7 @@ class StepRows:
             refuse_recording("a step whose arrays are its own")
             self._arrays = tuple(map(torch.from_numpy, _row_arrays(batch).arrays))
         else:
-            self._arrays = batch.on_device(_ROWS, _row_arrays, HOST).arrays
+            self._arrays = batch.on_device(_ROWS, _arrays_to_replay, HOST).arrays
         numbers, ends = (each.numpy() for each in self._arrays[:2])
         size = len(ends)
         self.num_tokens = int(ends[-1]) if size else 0
@@ -46,14 +46,20 @@ class StepRows:
 
 def _row_arrays(batch: AttentionBatch) -> HostArrays:
     """Return states, ends of rows and of those that states take in, and tokens before the step."""
+    check_states(batch)
     states = batch.states
-    tensors = () if states is None else (each for layer in states.layers for each in layer.values())
-    first = next(iter(tensors), None)
-    check_states(batch, None if first is None else len(first))
     assert states is not None
     ends = np.cumsum(batch.num_tokens)
     state_ends = ends - batch.num_tokens + batch.num_state_tokens
     return HostArrays((states.numbers, ends, state_ends, batch.num_cached_tokens))
+
+
+def _arrays_to_replay(batch: AttentionBatch) -> HostArrays:
+    """Return the same for a step whose kernels are called without a check of how many states there are."""
+    states = batch.states
+    assert states is not None
+    check_states(batch, next(len(each) for layer in states.layers for each in layer.values()))
+    return _row_arrays(batch)
 
 
 def _rows_of(batch: AttentionBatch) -> StepRows:

@@ -178,10 +178,11 @@ def quantization_of(
     *,
     has_float8: bool = False,
     has_mxfp4: bool = False,
+    has_int6: bool = False,
 ) -> str:
-    """Return the quantization that a matrix of `parts` gets: none, int8, int4, grouped_int8, fp8 or mxfp4.
+    """Return what a matrix of `parts` is held as: none, int8, int4, int6, grouped_int8, fp8 or mxfp4.
 
-    Parts in groups stay so, in 8 bits unless all have 4, or all are in MXFP4 and kernels have that. Other
+    Parts in groups stay so, in 8 bits unless all have 4, or all 6 or MXFP4 and kernels have that. Other
     parts of different kinds become floats first, and so do parts in float8 where kernels do not have it. A
     matrix whose inputs are not whole groups is held in int8 instead of int4.
 
@@ -198,7 +199,7 @@ def quantization_of(
         return "mxfp4"
     bits = {part.bits if isinstance(part, GroupedWeight) else 0 for part in parts}
     if 0 not in bits:
-        return "int4" if bits == {4} else "grouped_int8"
+        return "int4" if bits == {4} else "int6" if bits == {6} and has_int6 else "grouped_int8"
     return "int8" if wanted == "int4" and in_features(parts[0]) % group_size else wanted
 
 

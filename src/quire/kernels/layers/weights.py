@@ -11,6 +11,7 @@ import torch
 from quire.kernels.bounds import FLOAT8_INPUTS, KERNEL_GROUPS, MXFP4_GROUP
 
 INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
+INT6_ZERO = 32.0
 MAX_ZERO = 60_000.0  # kernels hold zeros in float16
 INT4_RANGE_SHARES = (1.0, 0.9, 0.8)  # of a group's range that 16 steps may span
 INT8_STEPS = 127  # the largest magnitude of a row, in steps
@@ -31,7 +32,7 @@ class GroupedWeight:
     values: torch.Tensor  # [rows, in_features] uint8, less than 2^bits
     scales: torch.Tensor  # [rows, in_features / group_size] float32
     zeros: torch.Tensor  # like scales; whole numbers unless the checkpoint has others
-    bits: int  # 4 or 8
+    bits: int  # 4, 6 or 8; of 6, all zeros are `INT6_ZERO`
     order: torch.Tensor | None = None  # [in_features] int64: which input each value is for; None: its own
     is_mxfp4: bool = False
     """Whether 4 bits hold each of 8: values less zeros are twice a number of E2M1, scales powers of two, and

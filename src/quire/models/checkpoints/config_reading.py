@@ -27,8 +27,6 @@ from quire.models.checkpoints.quantized.memory_formats import (
     FLOATS,
     Headers,
     TensorHeader,
-    joined,
-    matrix_specs,
     stored_names,
     tensor_names,
     with_kinds,
@@ -44,11 +42,13 @@ _GGML_TYPES: dict[str, StoredQuantization] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), StoredQuantization("int4", 32)),
     **dict.fromkeys(("Q2_K", "Q3_K"), StoredQuantization("int4", 16)),
     **dict.fromkeys(
-        ("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+        ("Q5_1", "Q5_K", "Q8_0", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
         StoredQuantization("grouped_int8", 32),
     ),
     "MXFP4": IN_MXFP4,
-    **dict.fromkeys(("Q6_K", "IQ2_XS", "IQ2_S"), StoredQuantization("grouped_int8", 16)),
+    "Q5_0": StoredQuantization("int6", 32),
+    "Q6_K": StoredQuantization("int6", 16),
+    **dict.fromkeys(("IQ2_XS", "IQ2_S"), StoredQuantization("grouped_int8", 16)),
 }
 _COMPARED_BYTES = 1 << 20  # bytes compared at a time, to stay in a CPU cache
 
@@ -82,13 +82,7 @@ def read_model_config(path: Path) -> ModelConfig:
         config = model_config(values)
     except ModelError as error:
         raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
-    found = {
-        (spec.layer, spec.field): joined(
-            [_GGML_TYPES.get(type_of(source.name), FLOATS) for source in spec.sources]
-        )
-        for spec in matrix_specs(config)
-    }
-    return with_kinds(config, found)
+    return with_kinds(config, lambda source: _GGML_TYPES.get(type_of(source.name), FLOATS))
 
 
 def _as_tied_in_files(path: Path, config: ModelConfig) -> ModelConfig:

@@ -97,7 +97,7 @@ class GroupedLinear(TiledLinear):
                 f"{self.in_features} inputs are in groups of {group_size}; a group must have a multiple of "
                 f"{_GROUP_MULTIPLE}, and groups be equal"
             )
-        bits = max(part.bits for part in parts)
+        bits = 4 if all(part.bits == 4 for part in parts) else 8
         run = min(group_size & -group_size, _MAX_RUN)
         row_type = torch.int8 if activations == "int8" else torch.bfloat16
         is_exact = row_type == torch.int8 and run >= _INT8_INPUTS

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.layers.weights import INT4_ZERO, MAX_ZERO, GroupedWeight, Weight, dequantize
+from quire.kernels.layers.weights import INT4_ZERO, INT6_ZERO, MAX_ZERO, GroupedWeight, Weight, dequantize
 from quire.models.checkpoints.gguf.codebooks import codebook
 from quire.models.checkpoints.gguf.file import BLOCKS, type_name
 
@@ -19,7 +19,6 @@ _Decode = Callable[[torch.Tensor], Weight]
 _HALF_EXPONENT = 0x7C00  # of float16; all ones: infinite or NaN
 _INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed ones
 _Q5_ZERO = 16
-_Q6_ZERO = 32
 _Q3_ZERO = 4
 _MAX_MXFP4_SCALE = 252  # 12 times the next power of two is infinite
 _MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # halves of these: FP4
@@ -103,8 +102,8 @@ def _q4_1(octets: torch.Tensor) -> Linear:
 def _q5_0(octets: torch.Tensor) -> Weight:
     """d, then `_with_fifth_bits`; 16 is 0."""
     scales = _first_half(octets)
-    values = _with_fifth_bits(octets[..., 2:])
-    return GroupedWeight(values.flatten(1), scales, torch.full_like(scales, _Q5_ZERO), bits=8)
+    values = _with_fifth_bits(octets[..., 2:]).flatten(1) + int(INT6_ZERO - _Q5_ZERO)
+    return GroupedWeight(values, scales, torch.full_like(scales, INT6_ZERO), bits=6)
 
 
 def _q5_1(octets: torch.Tensor) -> Linear:
@@ -324,7 +323,7 @@ def _q6_k(octets: torch.Tensor) -> Weight:
     pairs = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=3).flatten(3)
     values = nibbles.flatten(1) | (pairs.flatten(1) << 4)
     wide = (_first_half(step)[..., None] * scales.contiguous().view(torch.int8)).flatten(1)
-    return GroupedWeight(values, wide, torch.full_like(wide, _Q6_ZERO), bits=8)
+    return GroupedWeight(values, wide, torch.full_like(wide, INT6_ZERO), bits=6)
 
 
 _D = (0, 1)

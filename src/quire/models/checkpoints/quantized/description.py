@@ -36,8 +36,8 @@ class StoredQuantization:
     """The memory format of most matrices.
 
     Args:
-        kind: none (floating point), int8, or groups: int4, grouped_int8, mxfp4; where kernels have float8,
-            fp8 (a scale for each row) or fp8_blocks.
+        kind: none (floating point), int8, or groups: int4, int6, grouped_int8, mxfp4; where kernels have
+            float8, fp8 (a scale for each row) or fp8_blocks.
         group_size: inputs that share a scale, of groups and blocks.
     """
 
@@ -223,7 +223,7 @@ def _of_group(group: _Group) -> StoredQuantization:
 
 def _width(stored: StoredQuantization) -> tuple[int, int]:
     """Return a sort key by memory use: a CPU holds float8 as floats."""
-    return ("mxfp4", "int4", "int8", "grouped_int8", "fp8_blocks", "fp8", "none").index(
+    return ("mxfp4", "int4", "int6", "int8", "grouped_int8", "fp8_blocks", "fp8", "none").index(
         stored.kind
     ), -stored.group_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from quire.models.checkpoints.quantized.description import (
     in_groups,
 )
 from quire.models.config import ModelConfig
-from quire.models.weights import WeightSource, WeightSpec, weight_specs
+from quire.models.weights import WeightSource, WeightSpec, part_name, weight_specs
 
 
 class TensorHeader(NamedTuple):
@@ -35,7 +35,7 @@ Headers = Mapping[str, TensorHeader]
 """By the tensors' names, see `published_name`."""
 
 FLOATS = StoredQuantization()
-_IN_GROUPS = ("int4", "grouped_int8", "mxfp4")
+_IN_GROUPS = ("int4", "int6", "grouped_int8", "mxfp4")
 _FLOAT8 = ("fp8", "fp8_blocks")
 _PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -55,12 +55,7 @@ def with_stored_tensors(config: ModelConfig, values: Mapping[str, Any], headers:
     most = StoredQuantization(config.stored_quantization, config.stored_group_size)
     return with_kinds(
         config,
-        {
-            (spec.layer, spec.field): joined(
-                [_of_matrix(source, values, headers, most) for source in spec.sources]
-            )
-            for spec in matrix_specs(config)
-        },
+        lambda source: _of_matrix(source, values, headers, most),
     )
 
 
@@ -83,32 +78,44 @@ def matrix_specs(config: ModelConfig) -> list[WeightSpec]:
     ]
 
 
-def with_kinds(config: ModelConfig, found: Mapping[tuple[int, str], StoredQuantization]) -> ModelConfig:
-    """Return `config` with the memory formats of its matrices, by layer and field of each."""
+def with_kinds(config: ModelConfig, kind_of: Callable[[WeightSource], StoredQuantization]) -> ModelConfig:
+    """Return `config` with the memory formats of its matrices, and of their parts where these differ."""
+    found: dict[tuple[int, str], StoredQuantization] = {}
+    of_parts: dict[tuple[int, str], StoredQuantization] = {}
+    for spec in matrix_specs(config):
+        parts = [kind_of(source) for source in spec.sources]
+        found[spec.layer, spec.field] = joined = _joined(parts)
+        if joined.kind in _IN_GROUPS and len(set(parts)) > 1:
+            of_parts |= {
+                (spec.layer, part_name(spec.field, number)): part for number, part in enumerate(parts)
+            }
     quantized = collections.Counter(
         kind for (layer, _), kind in found.items() if layer >= 0 and kind != FLOATS
     )
     # A model is called quantized also if the smaller part of it is.
     main = quantized.most_common(1)[0][0] if quantized else FLOATS
+    otherwise = of_parts | {
+        (layer, field): stored
+        for (layer, field), stored in found.items()
+        if stored != (main if layer >= 0 else FLOATS)
+    }
     return dataclasses.replace(
         config,
         stored_quantization=main.kind,
         stored_group_size=main.group_size,
         stored_otherwise=tuple(
-            (layer, field, stored.kind, stored.group_size)
-            for (layer, field), stored in found.items()
-            if stored != (main if layer >= 0 else FLOATS)
+            (layer, field, stored.kind, stored.group_size) for (layer, field), stored in otherwise.items()
         ),
     )
 
 
-def joined(parts: Sequence[StoredQuantization]) -> StoredQuantization:
+def _joined(parts: Sequence[StoredQuantization]) -> StoredQuantization:
     """Return the memory format of a matrix joined from parts, which may differ in kind."""
     if len(set(parts)) == 1:
         return parts[0]
     kinds = {part.kind for part in parts}
     if kinds.issubset(_IN_GROUPS):
-        kind = "int4" if kinds == {"int4"} else "grouped_int8"
+        kind = kinds.pop() if kinds in ({"int4"}, {"int6"}) else "grouped_int8"
         return StoredQuantization(kind, min(part.group_size for part in parts))
     if kinds.issubset(_FLOAT8):
         return StoredQuantization("fp8_blocks", math.gcd(*(part.group_size for part in parts)))
