@@ -96,7 +96,7 @@ CPU := max
 AARCH64_CXX := aarch64-linux-gnu-g++
 test-aarch64: export QEMU_CPU = $(CPU)
 test-aarch64: export QEMU_LD_PREFIX = /usr/aarch64-linux-gnu
-test-aarch64:  ## Test the native kernels as they are on 64-bit ARM, in an emulator (five minutes)
+test-aarch64:  ## Test the native kernels as they are on 64-bit ARM, in an emulator (four minutes)
 	@command -v $(AARCH64_CXX) > /dev/null && command -v qemu-aarch64 > /dev/null || { echo "There is no" \
 		"$(AARCH64_CXX) or no qemu-aarch64; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	cmake -S native -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \

@@ -5,6 +5,10 @@
 #if defined(QUIRE_HAS_amx)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 namespace quire {
@@ -26,6 +30,16 @@ extern const Kernels kKernels;
 #endif
 #if defined(QUIRE_HAS_avx2)
 namespace avx2 {
+extern const Kernels kKernels;
+}
+#endif
+#if defined(QUIRE_HAS_i8mmbf16)
+namespace i8mmbf16 {
+extern const Kernels kKernels;
+}
+#endif
+#if defined(QUIRE_HAS_dotprod)
+namespace dotprod {
 extern const Kernels kKernels;
 }
 #endif
@@ -60,6 +74,28 @@ bool has_amx() {
   return has_avx512bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
          __builtin_cpu_supports("amx-int8") && may_use_tiles();
 }
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+
+bool has_i8mmbf16() {
+  return has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM") && has_feature("hw.optional.arm.FEAT_BF16");
+}
+#elif defined(__aarch64__)
+bool has_dotprod() {
+  constexpr unsigned long kDotProd = 1 << 20;  // HWCAP_ASIMDDP
+  return (getauxval(AT_HWCAP) & kDotProd) != 0;
+}
+
+bool has_i8mmbf16() {
+  constexpr unsigned long kBoth = 1 << 13 | 1 << 14;  // HWCAP2_I8MM, HWCAP2_BF16
+  return has_dotprod() && (getauxval(AT_HWCAP2) & kBoth) == kBoth;
+}
 #endif
 
 // Best first.
@@ -75,6 +111,12 @@ const Candidate kCandidates[] = {
 #endif
 #if defined(QUIRE_HAS_avx2)
     {&avx2::kKernels, has_avx2},
+#endif
+#if defined(QUIRE_HAS_i8mmbf16)
+    {&i8mmbf16::kKernels, has_i8mmbf16},
+#endif
+#if defined(QUIRE_HAS_dotprod)
+    {&dotprod::kKernels, has_dotprod},
 #endif
     {&portable::kKernels, [] { return true; }},
 };

@@ -33,7 +33,8 @@ struct Kernels {
   void (*ranks)(const RanksCall&, ThreadPool&);
 };
 
-// Returns the table of an instruction set: "portable", "avx2", "avx512", "avx512bf16", "amx"; null if this build or this CPU lacks it.
+// Returns the table of an instruction set: "portable", on x86-64 also "avx2", "avx512", "avx512bf16" and "amx", on 64-bit ARM
+// "dotprod" and "i8mmbf16"; null if this build or this CPU lacks it.
 const Kernels* find_kernels(const char* instruction_set);
 
 // Returns the table of the best instruction set of this CPU.

@@ -156,6 +156,12 @@ QUIRE_INLINE void store(bf16* to, f32x16 values) {
 #if defined(__AVX512BF16__)
   const auto rounded = _mm512_cvtneps_pbh(bits_as<__m512>(values));
   std::memcpy(to, &rounded, 32);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  const auto narrow = [](const HalfOf<f32x16>& half) {
+    return vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(bits_as<float32x4_t>(half.low)), bits_as<float32x4_t>(half.high));
+  };
+  store_bits(to, narrow(values.low));
+  store_bits(to + 8, narrow(values.high));
 #else
   const u32x16 bits = bits_as<u32x16>(values);
   const u32x16 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

@@ -112,7 +112,7 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 
 inline std::vector<const Kernels*> all_kernels() {
   std::vector<const Kernels*> found;
-  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16", "amx"}) {
+  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16", "amx", "dotprod", "i8mmbf16"}) {
     if (const Kernels* kernels = find_kernels(name)) found.push_back(kernels);
   }
   return found;

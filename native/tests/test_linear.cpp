@@ -16,13 +16,14 @@ struct Case {
   bool has_int8_rows;
 };
 
-std::vector<bf16> multiply(const Kernels& kernels, ThreadPool& pool, const PackedWeight& weight, const std::vector<bf16>& rows,
-                           int64_t first, int64_t count, const std::vector<float>& bias) {
-  std::vector<bf16> out(count * weight.out_features, bf16{0x7fff});
+// In float32, so that a difference in the last place shows.
+std::vector<float> multiply(const Kernels& kernels, ThreadPool& pool, const PackedWeight& weight, const std::vector<bf16>& rows,
+                            int64_t first, int64_t count, const std::vector<float>& bias) {
+  std::vector<float> out(count * weight.out_features, std::nanf(""));
   Aligned scratch(LinearScratch(weight, count).total);
   // Exactly as many rows as asked for, in memory of their own.
   const std::vector<bf16> own(rows.begin() + first * weight.in_features, rows.begin() + (first + count) * weight.in_features);
-  kernels.linear({&weight, own.data(), DType::kBFloat16, weight.in_features, count, bias.data(), out.data(), DType::kBFloat16,
+  kernels.linear({&weight, own.data(), DType::kBFloat16, weight.in_features, count, bias.data(), out.data(), DType::kFloat32,
                   weight.out_features, scratch.data},
                  pool);
   return out;
@@ -79,7 +80,7 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
   Aligned room(kernels.pack_scratch(packing, pool.num_threads()));
   packing.scratch = room.data;
   kernels.pack(packing, pool);
-  const std::vector<bf16> out = multiply(kernels, pool, weight, rows, 0, shape.num_rows, bias);
+  const std::vector<float> out = multiply(kernels, pool, weight, rows, 0, shape.num_rows, bias);
 
   for (int64_t row = 0; row < shape.num_rows; ++row) {
     for (int64_t column = 0; column < shape.out_features; ++column) {
@@ -95,7 +96,7 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
         largest_input = std::max(largest_input, std::abs(number));
         largest_weight = std::max(largest_weight, std::abs(factor));
       }
-      const double got = to_float(out[row * shape.out_features + column]);
+      const double got = out[row * shape.out_features + column];
       // Quantized numbers are off by half a step, in 4 bits by a whole one where the largest of the other sign is cut off.
       const bool is_int4 = shape.format == WeightFormat::kInt4, is_int8 = shape.format == WeightFormat::kInt8;
       const double weight_error = is_int4                                                       ? largest_weight / 8
@@ -113,9 +114,8 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
 
   for (const int64_t count : {int64_t{1}, random_int(1, shape.num_rows)}) {
     const int64_t first = random_int(0, shape.num_rows - count);
-    const std::vector<bf16> some = multiply(kernels, one_thread, weight, rows, first, count, bias);
-    const bool is_same = std::equal(some.begin(), some.end(), out.begin() + first * shape.out_features,
-                                    [](bf16 a, bf16 b) { return a.bits == b.bits; });
+    const std::vector<float> some = multiply(kernels, one_thread, weight, rows, first, count, bias);
+    const bool is_same = std::memcmp(some.data(), &out[first * shape.out_features], some.size() * sizeof(float)) == 0;
     CHECK(is_same, "%s, format %d: %ld rows from %ld differ from the same among %ld", kernels.instruction_set,
           static_cast<int>(shape.format), static_cast<long>(count), static_cast<long>(first), static_cast<long>(shape.num_rows));
   }

@@ -6,6 +6,7 @@ The kernels are imported when they are used: a machine with a GPU may have none,
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,11 @@ import pytest
 
 from pairwise import pairwise
 
-INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16", "amx"]
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+INSTRUCTION_SETS = [
+    "portable",
+    *(["dotprod", "i8mmbf16"] if IS_ARM else ["avx2", "avx512", "avx512bf16", "amx"]),
+]
 
 
 def on_instruction_sets(**values: Iterable[Any]) -> pytest.MarkDecorator:

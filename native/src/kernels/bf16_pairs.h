@@ -18,6 +18,10 @@ QUIRE_INLINE void add_pair_products(f32x16& sum, uint32_t pair, u32x16 column) {
 #if defined(__AVX512BF16__)
   sum = bits_as<f32x16>(
       _mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(_mm512_set1_epi32(pair)), bits_as<__m512bh>(column)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  for_each_register(sum, column, [inputs = vreinterpretq_bf16_u32(vdupq_n_u32(pair))](auto& to, const auto& from) {
+    to = bits_as<Vector<float, 4> >(vbfdotq_f32(bits_as<float32x4_t>(to), inputs, bits_as<bfloat16x8_t>(from)));
+  });
 #else
   const u32x16 inputs = broadcast<u32x16>(pair);
   sum += bits_as<f32x16>(inputs << 16) * bits_as<f32x16>(column << 16);

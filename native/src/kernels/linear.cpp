@@ -6,6 +6,9 @@
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
 #endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#include "linear_row_pairs.h"
+#endif
 
 namespace quire::QUIRE_BASE_ISA {
 
@@ -54,12 +57,22 @@ void multiply_tile(typename Format::Sum* sums_out, const typename Format::Row* r
 template <class Format>
 using MultiplyTile = void (*)(typename Format::Sum*, const typename Format::Row*, int64_t, int64_t, const char*, const char*);
 
-template <class Format, int kLines, int R = kTileRows>
-MultiplyTile<Format> tile_function(int num_rows) {
+// Rows that have their sums in vector registers together.
+template <class Format>
+constexpr int kVectorRows = Format::kHasTiles ? kTileRows : Format::kRowsTogether;
+
+template <class Format, int kLines, int R = kVectorRows<Format> >
+MultiplyTile<Format> tile_function(int num_rows, int64_t num_steps) {
   if constexpr (R == 1) {
     return multiply_tile<Format, 1, kLines>;
   } else {
-    return num_rows == R ? multiply_tile<Format, R, kLines> : tile_function<Format, kLines, R - 1>(num_rows);
+    if (num_rows < R) return tile_function<Format, kLines, R - 1>(num_rows, num_steps);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (Format::kRowsTogether == kPairedRows) {
+      if (num_steps % 2 == 0) return multiply_row_pairs<Format, R, kLines>;
+    }
+#endif
+    return multiply_tile<Format, R, kLines>;
   }
 }
 
@@ -74,11 +87,11 @@ QUIRE_INLINE void multiply_panel(const typename Format::Row* rows, int64_t row_s
 #endif
   const char* next = panel + panel_bytes;
   const int64_t half = num_steps * kLine;  // bytes of the next panel that a pass with one line for each step fetches
-  for_each_tile(first_row, last_row, [&](int64_t row, int count, int64_t tile, int64_t num_tiles) {
-    typename Format::Sum sums[kTileRows][2];
-    const auto multiply = num_tiles == 1 ? tile_function<Format, 2>(count)
-                          : tile < 2     ? tile_function<Format, 1>(count)
-                                         : tile_function<Format, 0>(count);
+  for_each_tile<kVectorRows<Format> >(first_row, last_row, [&](int64_t row, int count, int64_t tile, int64_t num_tiles) {
+    typename Format::Sum sums[kVectorRows<Format>][2];
+    const auto multiply = num_tiles == 1 ? tile_function<Format, 2>(count, num_steps)
+                          : tile < 2     ? tile_function<Format, 1>(count, num_steps)
+                                         : tile_function<Format, 0>(count, num_steps);
     multiply(&sums[0][0], rows + row * row_stride, row_stride, num_steps, panel, tile == 1 ? next + half : next);
     for (int i = 0; i < count; ++i) finish(row + i, sums[i]);
   });

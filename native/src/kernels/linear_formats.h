@@ -21,6 +21,13 @@ constexpr int kTileRows = 3;
 constexpr int kTileRows = 2;
 #endif
 
+// The same of formats whose rows an instruction multiplies in pairs, if this set has one.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int kPairedRows = 6;
+#else
+constexpr int kPairedRows = kTileRows;
+#endif
+
 constexpr int kTasksPerThread = 64;          // wanted where there are many rows
 constexpr int kMinTaskRows = 8 * kTileRows;  // fewer are not worth reading a panel again
 
@@ -75,7 +82,7 @@ struct BFloat16Format {
   using Product = BFloat16Product;
 #else
   static constexpr bool kHasTiles = false;
-  static constexpr int kRowsTogether = kTileRows;
+  static constexpr int kRowsTogether = kPairedRows;
 #endif
 };
 
@@ -84,9 +91,13 @@ struct BFloat16Format {
 QUIRE_INLINE void add_byte_products(i32x16& sum, u32x16 bytes, uint32_t inputs) {
   for_each_register(sum, bytes, [b = vreinterpretq_s8_u32(vdupq_n_u32(inputs))](auto& to, const auto& from) {
     const int8x16_t a = bits_as<int8x16_t>(from);
+#if defined(__ARM_FEATURE_DOTPROD)
+    to = bits_as<Vector<int32_t, 4> >(vdotq_s32(bits_as<int32x4_t>(to), a, b));
+#else
     // Inputs are -127 to 127, so that the sum of two products fits into 16 bits.
     const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
     to = bits_as<Vector<int32_t, 4> >(vpadalq_s16(bits_as<int32x4_t>(to), pairs));
+#endif
   });
 }
 #elif !defined(__AVX512VNNI__)
@@ -149,7 +160,7 @@ struct Int8Format {
   using Product = Int8Product;
 #else
   static constexpr bool kHasTiles = false;
-  static constexpr int kRowsTogether = kTileRows;
+  static constexpr int kRowsTogether = kPairedRows;
 #endif
 };
 

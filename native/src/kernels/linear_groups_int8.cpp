@@ -43,7 +43,11 @@ constexpr int kHalvesTogether = 1;
 constexpr int kRowsTogether = kTileRows;
 
 QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
-#if defined(__aarch64__)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  for_each_register(sum, weights, [b = vreinterpretq_s8_u32(vdupq_n_u32(inputs))](auto& to, const auto& from) {
+    to = bits_as<Vector<int32_t, 4> >(vusdotq_s32(bits_as<int32x4_t>(to), bits_as<uint8x16_t>(from), b));
+  });
+#elif defined(__aarch64__)
   add_byte_products(sum, weights, inputs);
 #else
   // Bytes as words: first those with even numbers, then those with odd ones.
@@ -92,7 +96,7 @@ struct Int8Lines {
   static constexpr int kMaxWeight = 15;  // where bytes are multiplied by halves
   static constexpr int kInputs = 4;
   static constexpr int kOrder[kInputs] = {0, 1, 2, 3};
-#if (defined(__AVX2__) && !defined(__AVX512VNNI__)) || defined(__aarch64__)
+#if (defined(__AVX2__) && !defined(__AVX512VNNI__)) || (defined(__aarch64__) && !defined(__ARM_FEATURE_MATMUL_INT8))
   // Products of whole bytes would not fit into 16 bits, or the instruction takes the highest bit for a sign.
   static constexpr int kOperands = 2;
   static constexpr int kPartials = 2;
