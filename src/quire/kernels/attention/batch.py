@@ -304,6 +304,10 @@ class AttentionBatch:
         """The highest position of all tokens; -1: there are no tokens."""
         return int(self.positions.numpy().max()) if len(self.positions) else -1
 
+    def effective_window(self, window: int) -> int:
+        """Return a layer's window; 0 for one that all sequences of a two-sided step fit into."""
+        return 0 if self.is_two_sided and window >= self.num_tokens.max(initial=0) else window
+
     def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
         """Return the attention work of this step for layers of this shape and window (0: full), made once."""
         key = (heads, window)

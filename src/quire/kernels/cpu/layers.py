@@ -135,8 +135,7 @@ def native_plan(
             raise ValueError(
                 f"window is {window} and {group} query heads share a KV head; they must be at least 0 and 1"
             )
-        if batch.is_two_sided and window > batch.num_tokens.max(initial=0):
-            window = 0  # all of each sequence, and places stay small
+        window = batch.effective_window(window)
         skipped = None if window else batch.skipped_keys
         selection = None if window else batch.key_selection
         plan = batch.plans[key] = _native.AttentionPlan(

@@ -60,8 +60,9 @@ def paged_attention(
         out = query.new_empty(query.shape)
     else:
         _check_out(out, query)
-    if batch.is_two_sided:
-        window = _two_sided_window(window, batch)
+    window = batch.effective_window(window)
+    if batch.is_two_sided and window:
+        window = 2 * window - 1
     layer = with_groups(layer, query.shape[1])
     heads = HeadLayout(query.shape[1], layer.num_kv_heads, query.shape[2])
     how = Scores(scale, softcap, sinks)
@@ -178,14 +179,6 @@ def _warps_and_stages(call: AttentionCall, rows: int, features: int, num_tiles: 
     if num_tiles * call.heads.num_kv_heads > MULTIPROCESSORS:
         return 2, 3
     return (8, 5) if features == 128 and has_large_tiles() else (4, 3)
-
-
-def _two_sided_window(window: int, batch: AttentionBatch) -> int:
-    """Return how many keys the tokens of a two-sided batch see with a window of so many on each side; 0: all.
-
-    No window that all sequences fit into is one, so that places stay small.
-    """
-    return 2 * window - 1 if 0 < window < batch.num_tokens.max(initial=0) else 0
 
 
 def _check_query(query: torch.Tensor, layer: TritonLayer, batch: AttentionBatch) -> None:
