@@ -1,7 +1,8 @@
 """The weights of a GGUF file.
 
 Each tensor becomes the form that the kernels can hold: Q2_K, Q3_K and types of 4 evenly spaced bits are int4
-in groups of 16 or 32, and all other quantized types are 8 bits in such groups.
+in groups of 16 or 32, Q5_0 and Q6_K int6, MXFP4 stays what it is, and all other quantized types are 8 bits in
+such groups.
 """
 
 from __future__ import annotations
