@@ -44,7 +44,7 @@ PHASES: tuple[tuple[type, str, str], ...] = (
     (Sampler, "sample", "  sample"),
 )
 KERNELS = ("rms_norm", "add_rms_norm", "gated_activation", "rotary_and_write_kv", "paged_attention")
-MATRICES = ("qkv", "output", "gate_up", "down")
+MATRICES = ("qkv", "output", "gate_up", "down", "router", "experts")
 WARM_STEPS = 4
 
 
@@ -95,11 +95,10 @@ def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
     for name in KERNELS:
         setattr(decoder.kernels, name, clock.wrap(f"    {name}", getattr(decoder.kernels, name)))
     for attention, feed_forward in decoder.layers:
-        for name in MATRICES:
-            owner: Any = attention if name in ("qkv", "output") else feed_forward
-            if name == "gate_up":
-                owner = owner.gate_up
-            setattr(owner, name, TimedLinear(getattr(owner, name), clock, f"    {name}"))
+        for owner in (attention, feed_forward, getattr(feed_forward, "gate_up", None)):
+            for name in MATRICES:
+                if hasattr(owner, name) and not hasattr(getattr(owner, name), name):
+                    setattr(owner, name, TimedLinear(getattr(owner, name), clock, f"    {name}"))
 
 
 def limits(
