@@ -64,9 +64,15 @@ def work_of(config: dict[str, Any]) -> ModelWork:
     )
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Write a byte-level tokenizer with one merge. It is only needed for loading: prompts are token ids."""
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+def write_tokenizer(directory: Path, vocab_size: int = 0) -> None:
+    """Write a byte-level tokenizer with one merge. It is only needed for loading: prompts are token ids.
+
+    Args:
+        directory: where to.
+        vocab_size: tokens that it has at least; llama.cpp's script cuts some embeddings to what it has.
+    """
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", END_OF_TEXT]
+    tokens += [f"<unused{number}>" for number in range(len(tokens), vocab_size)]
     tokenizer = Tokenizer(
         models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[("a", "b")])
     )
@@ -87,7 +93,7 @@ def write_tokenizer(directory: Path) -> None:
 def write_checkpoint(config: dict[str, Any], directory: Path) -> None:
     """Write a random model that `config`, its config.json, describes, and the tokenizer."""
     random_model(config).save_pretrained(directory)
-    write_tokenizer(directory)
+    write_tokenizer(directory, config["vocab_size"])
     # In place of what transformers wrote: older versions, which other engines use, know what was published.
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
