@@ -63,6 +63,7 @@ KINDS = (
     ),
     Kind("int4 times bfloat16, groups of 128", quantization="int4", int4_activations="bfloat16"),
     Kind("bfloat16, int8 KV", kv_dtype="int8"),
+    Kind("bfloat16, int4 KV", kv_dtype="int4"),
     Kind("int8, int8 KV", quantization="int8", kv_dtype="int8"),
 )
 

@@ -269,8 +269,8 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
         ),
         (
             EngineConfig,
-            {"scheduler": ROTATING, "kv_cache_dtype": "int8"},
-            "kv_cache_dtype is 'int8', but CacheEvictionConfig.apply_rotation is on: each rotation",
+            {"scheduler": ROTATING, "kv_cache_dtype": "int4"},
+            "kv_cache_dtype is 'int4', but CacheEvictionConfig.apply_rotation is on: each rotation",
         ),
         (
             EngineConfig,

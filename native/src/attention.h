@@ -130,6 +130,9 @@ struct KVLayer {
   int64_t value_dim;  // of values
   CachePart keys;
   CachePart values;
+
+  // Whether keys and values are held as `rotate` makes them.
+  bool is_rotated() const { return type == DType::kInt4; }
 };
 
 // out [T, heads, value_dim] = attention of query [T, heads, head_dim] over the cache. Both sizes are multiples of

@@ -58,8 +58,8 @@ struct CombineCall {
   int64_t out_stride;
 };
 
-// Keys or values of one layer, each head of a token in one piece. With scales the numbers are int8 and to be multiplied by
-// those.
+// Keys or values of one layer, each head of a token in one piece. With scales the numbers are int8, or int4 of which two are an
+// element, and to be multiplied by those.
 struct CachePart {
   void* numbers;
   float* scales;             // or null

@@ -21,7 +21,7 @@ struct fp16 {
   half number;
 };
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kUInt8 = 4 };
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kUInt8 = 4, kInt4 = 5 };
 
 constexpr int kLine = 64;  // bytes of a cache line
 

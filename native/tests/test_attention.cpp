@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "attention_plan.h"
 #include "check.h"
@@ -106,6 +107,43 @@ int8_t quire::test::from_float(float number) {
   return static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number * 40)));
 }
 
+// Two features.
+struct Int4Pair {
+  uint8_t bits;
+};
+
+template <>
+Int4Pair quire::test::from_float(float number) {
+  const auto rounded = [](float feature) { return static_cast<int>(std::max(-7.0f, std::min(7.0f, feature * 3))) + 8; };
+  return {static_cast<uint8_t>(rounded(number) | rounded(-1.5f * number) << 4)};
+}
+
+// Keys or values as they are computed with, `scales` being empty or those of vectors: of int4 what the rotation makes of them.
+template <class T>
+std::vector<double> numbers_of(const std::vector<T>& part, const std::vector<float>& scales, int64_t head_dim) {
+  std::vector<double> numbers;
+  for (const T& number : part) {
+    if constexpr (sizeof(T) == 1 && !std::is_same_v<T, int8_t>) {
+      numbers.push_back(number.bits % 16 - 8);
+      numbers.push_back(number.bits / 16 - 8);
+    } else {
+      numbers.push_back(number_of(number));
+    }
+  }
+  for (size_t i = 0; i < numbers.size() && !scales.empty(); ++i) numbers[i] *= scales[i / head_dim];
+  if (sizeof(T) != 1 || std::is_same_v<T, int8_t>) return numbers;
+  const int64_t width = head_dim & -head_dim;
+  std::vector<double> rotated(numbers.size(), 0.0);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const size_t first = i / width * width;
+    for (int64_t j = 0; j < width; ++j) {
+      const bool is_negative = __builtin_popcountll((i - first) & j) % 2 != 0;
+      rotated[i] += (is_negative ? -1.0 : 1.0) / std::sqrt(static_cast<double>(width)) * numbers[first + j];
+    }
+  }
+  return rotated;
+}
+
 void choose_keys(const Kernels& kernels, AttentionPlanner& planner, AttentionCall& call, ThreadPool& pool) {
   const KeySelection& selection = planner.selection();
   const int64_t num_heads = call.kv->num_kv_heads * planner.plan().group;
@@ -121,18 +159,19 @@ template <class T>
 void check_case(const Case& shape, DType type) {
   const Step step(shape.block_size, shape.is_two_sided());
   const int64_t num_heads = shape.num_kv_heads * shape.group, head_dim = shape.head_dim;
-  const int64_t head_size = shape.block_size * head_dim, block_size = shape.num_kv_heads * head_size;
+  const int64_t size = type == DType::kInt4 ? head_dim / 2 : head_dim;  // elements of a vector
+  const int64_t head_size = shape.block_size * size, block_size = shape.num_kv_heads * head_size;
   std::vector<T> parts[2];
   std::vector<float> scales[2];
   for (int part = 0; part < 2; ++part) {
     for (const float number : random_floats(step.num_blocks * block_size)) parts[part].push_back(from_float<T>(number));
-    if (type == DType::kInt8) scales[part] = std::vector<float>(step.num_blocks * shape.num_kv_heads * shape.block_size, 0.02f);
+    if (sizeof(T) == 1) scales[part] = std::vector<float>(step.num_blocks * shape.num_kv_heads * shape.block_size, 0.02f);
     for (float& scale : scales[part]) scale *= random_int(1, 3);
   }
   const auto cache_part = [&](int part) {
     return CachePart{parts[part].data(),
                      scales[part].empty() ? nullptr : scales[part].data(),
-                     {block_size, head_size, head_dim},
+                     {block_size, head_size, size},
                      {shape.num_kv_heads * shape.block_size, shape.block_size, 1}};
   };
   const KVLayer kv{type, shape.num_kv_heads, head_dim, head_dim, cache_part(0), cache_part(1)};
@@ -155,12 +194,13 @@ void check_case(const Case& shape, DType type) {
   }
   AttentionPlanner planner(attention_step, shape.window, static_cast<int>(shape.group));
 
-  std::vector<double> expected;
+  std::vector<double> expected, numbers[2];
+  for (int part = 0; part < 2; ++part) numbers[part] = numbers_of(parts[part], scales[part], head_dim);
   Scores scores(step);
   const auto cached = [&](int part, int64_t sequence, int64_t position, int64_t head, int64_t feature) {
     const int64_t block = step.tables[sequence * step.table_stride + position / shape.block_size];
     const int64_t token = (block * shape.num_kv_heads + head) * shape.block_size + position % shape.block_size;
-    return number_of(parts[part][token * head_dim + feature]) * (scales[part].empty() ? 1.0 : scales[part][token]);
+    return numbers[part][token * head_dim + feature];
   };
   for (size_t sequence = 0, row = 0; sequence < step.num_tokens.size(); ++sequence) {
     for (int64_t i = 0; i < step.num_tokens[sequence]; ++i, ++row) {
@@ -247,6 +287,7 @@ int main() {
     check_case<bf16>(shape, DType::kBFloat16);
     check_case<fp16>(shape, DType::kFloat16);
     check_case<int8_t>(shape, DType::kInt8);
+    check_case<Int4Pair>(shape, DType::kInt4);
   }
   return 0;
 }

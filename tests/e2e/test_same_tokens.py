@@ -84,6 +84,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int8-kv": {"kv_cache_dtype": "int8"},
+    "int4-kv": {"kv_cache_dtype": "int4"},
     "int4-groups-of-32-and-int8-kv-in-float32": {
         "dtype": "float32",
         "quantization": "int4",

@@ -171,6 +171,18 @@ def test_float8_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+def test_kv_in_4_bits_is_for_cpus() -> None:
+    assert chosen(kv_cache_dtype="int4", device="cpu")[0] == "cpu"
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int4', which only the kernels for CPUs"):
+        chosen(kv_cache_dtype="int4")
+
+
+def test_kv_in_4_bits_is_not_for_triton() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int4', which only the kernels for CPUs"):
+        chosen(kv_cache_dtype="int4", kernels="triton")  # in the interpreter
+
+
+@pytest.mark.usefixtures("gpu")
 def test_float8_is_for_gpus_that_have_it(mini: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities(monkeypatch, (8, 6))
     for name in ("kv_cache_dtype", "quantization"):

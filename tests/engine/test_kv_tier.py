@@ -54,7 +54,9 @@ def alone() -> tuple[list[int], list]:
 
 @pytest.mark.formats
 @pytest.mark.first_case
-@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap_steps": True}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}], ids=str
+)
 def test_after_a_restart_the_prefix_is_loaded_and_the_bits_are_the_same(tmp_path, options):
     with open_llm(tmp_path, **options) as llm:
         first = answer(llm)

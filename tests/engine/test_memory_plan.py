@@ -107,22 +107,25 @@ def test_the_data_type_decides_the_sizes(qwen: ModelConfig):
     assert wide.kv_bytes == narrow.kv_bytes * 2
 
 
-def test_the_cache_may_have_another_type_than_the_model(qwen: ModelConfig):
-    result = plan(qwen, engine={"kv_cache_dtype": "int8"}, num_kv_blocks=1000)
-    assert (result.dtype, result.kv_dtype) == ("bfloat16", "int8")
-    # Per layer and token, keys and values of 8 heads: 128 bytes and a scale of 4.
-    assert result.kv_bytes_per_token == 2 * 28 * 8 * (128 + 4)
+@pytest.mark.parametrize(("dtype", "head_bytes"), [("int8", 128 + 4), ("int4", 64 + 4)])
+def test_the_cache_may_have_another_type_than_the_model(qwen: ModelConfig, dtype: str, head_bytes: int):
+    result = plan(qwen, engine={"kv_cache_dtype": dtype}, num_kv_blocks=1000)
+    assert (result.dtype, result.kv_dtype) == ("bfloat16", dtype)
+    # Per layer and token, keys and values of 8 heads: numbers and a scale.
+    assert result.kv_bytes_per_token == 2 * 28 * 8 * head_bytes
     wide = plan(qwen, engine={"kv_cache_dtype": "float32"}, num_kv_blocks=1000)
     assert wide.kv_bytes_per_token == 2 * QWEN3_06B_KV_BYTES_PER_TOKEN
     assert wide.weight_bytes == result.weight_bytes
 
 
-def test_heads_that_int8_cannot_hold_are_refused(qwen: ModelConfig):
-    odd = qwen.changed(AttentionConfig, head_dim=6)
-    with pytest.raises(
-        ConfigError, match=r"EngineConfig\.kv_cache_dtype is 'int8'.*multiple of 4.*model's is 6"
-    ):
-        plan(odd, engine={"kv_cache_dtype": "int8"}, num_kv_blocks=1000)
+@pytest.mark.parametrize(("dtype", "multiple", "head_dim"), [("int8", 4, 6), ("int4", 8, 12)])
+def test_heads_that_a_type_cannot_hold_are_refused(
+    qwen: ModelConfig, dtype: str, multiple: int, head_dim: int
+):
+    odd = qwen.changed(AttentionConfig, head_dim=head_dim)
+    refusal = rf"EngineConfig\.kv_cache_dtype is '{dtype}'.*multiple of {multiple}.*model's is {head_dim}"
+    with pytest.raises(ConfigError, match=refusal):
+        plan(odd, engine={"kv_cache_dtype": dtype}, num_kv_blocks=1000)
 
 
 def test_num_kv_blocks_wins_over_cache_size(qwen: ModelConfig):

@@ -13,7 +13,7 @@ from caches import make_cache
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.key_scores import KeyScores
 from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.attention.kv_quantizers import quantize_heads
+from quire.kernels.attention.kv_quantizers import Int4PageQuantizer, quantize_heads
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.reference import ReferenceKernels, write_kv
 
@@ -58,10 +58,12 @@ class Sequences:
     def pick(self, index: int) -> Sequences:
         return Sequences([self.query[index]], [self.key[index]], [self.value[index]])
 
-    def as_cached(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> Sequences:
+    def as_cached(self, dtype: torch.dtype, kv_dtype: torch.dtype | str) -> Sequences:
         """Return what is left of the numbers in a model of `dtype` with a cache of `kv_dtype`."""
 
         def cached(states: torch.Tensor) -> torch.Tensor:
+            if kv_dtype == "int4":
+                return decoded_int4(*Int4PageQuantizer().quantize(states.to(dtype)))
             if kv_dtype != torch.int8:
                 return states.to(dtype).to(kv_dtype)
             numbers, scales = quantize_heads(states.to(dtype))
@@ -74,12 +76,26 @@ class Sequences:
         )
 
 
+def decoded_int4(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return vectors of Int4PageQuantizer in float64, by products with the matrix that it rotates by."""
+    features = torch.stack([numbers % 16, numbers // 16], -1).flatten(-2).double() - 8
+    return features * scales.double().unsqueeze(-1) @ hadamard(features.shape[-1])
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """Return the orthogonal matrix of Hadamard matrices, as large as go into `size`, along the diagonal."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while size % (2 * len(matrix)) == 0:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return torch.block_diag(*[matrix * len(matrix) ** -0.5] * (size // len(matrix)))
+
+
 def run_paged(
     sequences: Sequences,
     *,
     kernel: Any = _PAGED_ATTENTION,
     dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | str | None = None,
     chunks: list[int] | int = 10_000,
     first_chunks: list[int] | None = None,
     block_size: int = 16,

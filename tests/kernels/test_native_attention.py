@@ -39,6 +39,8 @@ TYPES = {  # of the query and of the cache
     "float16": (torch.float16, torch.float16),
     "float32_over_int8": (torch.float32, torch.int8),
     "bfloat16_over_int8": (torch.bfloat16, torch.int8),
+    "float32_over_int4": (torch.float32, "int4"),
+    "bfloat16_over_int4": (torch.bfloat16, "int4"),
     "bfloat16_over_float32": (torch.bfloat16, torch.float32),
 }
 # Absolute and relative. Results are rounded to the query's type; with bfloat16, weights are too.
@@ -122,7 +124,9 @@ def test_equals_textbook_attention(
 
 @pytest.mark.formats
 @pytest.mark.first_case
-@on_instruction_sets(types={name: TYPES[name] for name in ("float32", "bfloat16_over_int8")})
+@on_instruction_sets(
+    types={name: TYPES[name] for name in ("float32", "bfloat16_over_int8", "float32_over_int4")}
+)
 def test_long_sequences_are_merged_from_spans(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype]
 ) -> None:

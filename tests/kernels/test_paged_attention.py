@@ -9,6 +9,8 @@ from attention_harness import (
     Sequences,
     check_bits_of_key_scores,
     check_key_scores,
+    decoded_int4,
+    hadamard,
     naive_attention,
     run_paged,
 )
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from pairwise import pairwise
 from quire.kernels.attention import tiles
 from quire.kernels.attention.batch import AttentionBatch
-from quire.kernels.attention.kv_quantizers import quantize_heads
+from quire.kernels.attention.kv_quantizers import Int4PageQuantizer, quantize_heads
 from quire.kernels.reference import ReferenceKernels
 from unmutated import UNMUTATED
 
@@ -119,11 +121,13 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(output.double(), expected, atol=2e-3, rtol=0)
 
 
-@pairwise(dtype=[torch.float32, torch.bfloat16])
-def test_int8_keys_and_values_are_numbers_times_scales(dtype: torch.dtype) -> None:
+@pairwise(dtype=[torch.float32, torch.bfloat16], kv_dtype=[torch.int8, "int4"])
+def test_narrow_keys_and_values_are_numbers_times_scales(
+    dtype: torch.dtype, kv_dtype: torch.dtype | str
+) -> None:
     sequences = Sequences.random([70, 5, 130], 4, 2, 24)
-    outputs = run_paged(sequences, chunks=40, dtype=dtype, kv_dtype=torch.int8)
-    cached = sequences.as_cached(dtype, torch.int8)
+    outputs = run_paged(sequences, chunks=40, dtype=dtype, kv_dtype=kv_dtype)
+    cached = sequences.as_cached(dtype, kv_dtype)
     for index, output in enumerate(outputs):
         tolerance = 5e-6 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(
@@ -140,6 +144,21 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
     assert (error <= 0.5001 * scales.unsqueeze(-1)).all()
     assert (scales[7] == 0).all()
     assert (numbers[7] == 0).all()
+
+
+@pairwise(size=[16, 24, 80, 128, 576])
+def test_int4_is_off_by_half_a_step_of_rotated_features_at_most(size: int) -> None:
+    states = torch.randn(100, 3, size) * 10 ** torch.linspace(-6, 6, 100).view(-1, 1, 1)
+    states[7] = 0.0
+    states[8, :, 1] *= 1_000  # an outlier
+    numbers, scales = Int4PageQuantizer().quantize(states)
+    assert numbers.shape == (100, 3, size // 2)
+    decoded = decoded_int4(numbers, scales)
+    error = ((decoded - states.double()) @ hadamard(size)).abs()
+    assert (error <= 0.5001 * scales.unsqueeze(-1)).all()
+    assert (scales[7] == 0).all()
+    own = Int4PageQuantizer().dequantize(numbers, scales)
+    assert ((own.double() - decoded).abs() <= 1e-5 * scales.unsqueeze(-1)).all()
 
 
 @pairwise(block_size=[16, 7, 128], window=[0, 50])

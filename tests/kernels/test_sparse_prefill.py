@@ -198,6 +198,7 @@ def test_selected_keys_are_those_of_plain_loops(
         "bfloat16": (torch.bfloat16, torch.bfloat16),
         "float16": (torch.float16, torch.float16),
         "bfloat16_over_int8": (torch.bfloat16, torch.int8),
+        "float32_over_int4": (torch.float32, "int4"),
     }
 )
 def test_native_kernels_select_what_the_reference_selects(

@@ -88,10 +88,12 @@ def test_a_utilization_out_of_range_is_refused_by_name(value: float):
 
 
 def test_an_unknown_type_is_refused():
-    with pytest.raises(ValueError, match=r"dtype is 'int4'; .*bfloat16"):
-        create(dtype="int4")
+    with pytest.raises(ValueError, match=r"dtype is 'int2'; .*bfloat16"):
+        create(dtype="int2")
     with pytest.raises(ValueError, match=r"dtype is int8.*multiple of 4, and this is 6"):
         create(dtype="int8", kv_head_dim_size=6)
+    with pytest.raises(ValueError, match=r"dtype is int4.*multiple of 8, and this is 12"):
+        create(dtype="int4", kv_head_dim_size=12)
 
 
 def test_no_page_that_fits_is_refused_with_the_numbers_and_the_longest_length():

@@ -12,6 +12,7 @@ from quire.kernels.dispatch import kernel_set
 from quire.kernels.reference import ReferenceKernels, write_kv
 from quire.kv import (
     Float8PageQuantizer,
+    Int4PageQuantizer,
     Int8PageQuantizer,
     KVLayerSpec,
     PagedAttentionCache,
@@ -63,6 +64,7 @@ def as_read(states: torch.Tensor, quantizer: object) -> torch.Tensor:
 
 QUANTIZERS = {
     "int8": Int8PageQuantizer(),
+    "int4": Int4PageQuantizer(),
     "float8": Float8PageQuantizer(),
     "affine": Affine(),
     "packed": Packed(),
@@ -87,7 +89,7 @@ def test_attention_reads_what_the_quantizer_makes(name: str, kernels: str):
     plain = make().views[0]
     write_kv(as_read(key, quantizer), as_read(value, quantizer), plain, batch)
     expected = ReferenceKernels().paged_attention(query, plain, batch, scale=0.25)
-    if kernels == "reference" or name != "int8":
+    if kernels == "reference" or name not in ("int8", "int4"):
         assert torch.equal(attended, expected)
     else:
         torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
@@ -103,11 +105,12 @@ def test_float8_is_the_nearest_number_that_there_is():
 
 def test_the_built_in_ones_halve_the_bytes_of_a_bfloat16_cache():
     plain, int8, chosen = make("bfloat16"), make("int8"), make("bfloat16", Int8PageQuantizer())
-    float8 = make("float8_e4m3fn")
+    float8, int4 = make("float8_e4m3fn"), make("int4")
     assert plain.bytes_per_block == 2 * float8.bytes_per_block
     assert float8.tensor.shape == plain.tensor.shape
     assert plain.bytes_per_block == 2 * 2 * 2 * PAGE * 16 * 2
     assert int8.bytes_per_block == chosen.bytes_per_block == 2 * 2 * 2 * PAGE * (16 + 4)
+    assert int4.bytes_per_block == 2 * 2 * 2 * PAGE * (16 // 2 + 4)
     assert int8.tensor.shape == chosen.tensor.shape == (15, 2, 2, 2, PAGE * 20)
 
 

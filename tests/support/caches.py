@@ -16,7 +16,7 @@ def make_cache(
     num_kv_heads: int,
     block_size: int,
     head_dim: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     value_dim: int | None = None,
 ) -> PagedAttentionCache:
     """Return a cache whose layers are all alike; values are as long as keys without a `value_dim`."""

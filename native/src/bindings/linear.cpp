@@ -100,6 +100,7 @@ void bind_linear(nb::module_& module) {
       .value("bfloat16", DType::kBFloat16)
       .value("float16", DType::kFloat16)
       .value("int8", DType::kInt8)
+      .value("int4", DType::kInt4)
       .value("uint8", DType::kUInt8);
   nb::enum_<WeightFormat>(module, "WeightFormat")
       .value("float32", WeightFormat::kFloat32)

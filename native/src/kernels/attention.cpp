@@ -118,7 +118,7 @@ class HeadTask {
   void attend_tile(const AttentionVisit& visit, const Tile& tile, const Tile* next, const State& state) {
     const int64_t head_dim = rows_.head_dim, first_row = rows_.first_row(visit), end_row = rows_.end_row(visit);
     Ahead ahead{nullptr, 0, 0};
-    if (next != nullptr) ahead = {next->rows[0], 2 * kTileTokens, head_dim * static_cast<int64_t>(sizeof(T))};
+    if (next != nullptr) ahead = {next->rows[0], 2 * kTileTokens, head_dim / kFeatures<T> * static_cast<int64_t>(sizeof(T))};
     if (end_row - first_row <= kChunkRows) {
       const int count = static_cast<int>(end_row - first_row);
       score_unpacked<Path, T>(count, query_ + first_row * head_dim, head_dim, tile, visit.first_key, visit.end_key, scores_,
@@ -204,6 +204,7 @@ class HeadTask {
         sum = sum * factor;
         sum = sum + exp(splat(sink - best))[0];
       }
+      if (rows_.kv.is_rotated()) rotate(merged_.totals + row * value_dim, value_dim);
       const f32x16 scale = splat(factor / sum);
       const int64_t place = rows_.place(row);
       for (int64_t i = 0; i < value_dim; i += kLanes) {
@@ -336,6 +337,7 @@ void attention(const AttentionCall& call, ThreadPool& pool) {
   if (call.query_type == DType::kBFloat16 && call.kv->head_dim % AmxPath::kGroupFeatures == 0) {
     if (call.kv->type == DType::kBFloat16) return attend<AmxPath, bf16>(call, pool);
     if (call.kv->type == DType::kInt8) return attend<AmxPath, int8_t>(call, pool);
+    if (call.kv->type == DType::kInt4) return attend<AmxPath, Int4Pair>(call, pool);
   }
   QUIRE_BASE_ISA::attention(call, pool);
 }
@@ -347,12 +349,14 @@ void attention(const AttentionCall& call, ThreadPool& pool) {
   if (call.query_type == DType::kBFloat16) {
     if (call.kv->type == DType::kBFloat16) return attend<BFloat16Path, bf16>(call, pool);
     if (call.kv->type == DType::kInt8) return attend<BFloat16Path, int8_t>(call, pool);
+    if (call.kv->type == DType::kInt4) return attend<BFloat16Path, Int4Pair>(call, pool);
   }
 #endif
   switch (call.kv->type) {
     case DType::kBFloat16: return attend<Float32Path, bf16>(call, pool);
     case DType::kFloat16: return attend<Float32Path, fp16>(call, pool);
     case DType::kInt8: return attend<Float32Path, int8_t>(call, pool);
+    case DType::kInt4: return attend<Float32Path, Int4Pair>(call, pool);
     default: return attend<Float32Path, float>(call, pool);
   }
 }

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "bf16_pairs.h"
+#include "int4_kv.h"
 #include "simd.h"
 #include "transpose.h"
 #if defined(__AMX_BF16__)
@@ -93,6 +94,19 @@ struct BFloat16Path {
 #endif
   }
 
+#if defined(__AVX512F__)
+  template <int N>
+  static QUIRE_INLINE u32x16 load_pairs(const Int4Pair* from) {
+    i8x16 bytes{};
+    std::memcpy(&bytes, from, N);
+    const u32x16 pairs = bits_as<u32x16>(_mm512_cvtepu8_epi32(bits_as<__m128i>(bytes)));
+    return int4_as_bf16(pairs | pairs << 12);  // the lowest bit of the second beside the first makes no difference
+  }
+  static QUIRE_INLINE u32x16 pair_values(const Int4Pair* even, const Int4Pair* odd) {
+    return int4_as_bf16(load_int4(even) | load_int4(odd) << 16);
+  }
+#endif
+
   static QUIRE_INLINE u32x16 pair_values(const bf16* even, const bf16* odd) { return load_wide(even) | load_wide(odd) << 16; }
   static QUIRE_INLINE u32x16 pair_values(const int8_t* even, const int8_t* odd) {
     return bits_as<u32x16>(load(even)) >> 16 | bits_as<u32x16>(load(odd));  // the low halves of the odd ones are zero
@@ -102,14 +116,14 @@ struct BFloat16Path {
   template <int N, class T>
   static QUIRE_INLINE void key_columns(const T* const* rows, int64_t feature, Column (&columns)[kLanes]) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) columns[i] = load_pairs<N>(rows[i] + feature);
+    for (int i = 0; i < kLanes; ++i) columns[i] = load_pairs<N>(feature_of(rows[i], feature));
     transpose(columns);
   }
 
   // Sixteen features of a step's tokens, of which `rows` are the numbers.
   template <class T>
   static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) {
-    return pair_values(rows[0] + feature, rows[1] + feature);
+    return pair_values(feature_of(rows[0], feature), feature_of(rows[1], feature));
   }
 };
 
@@ -179,7 +193,7 @@ struct Float32Path {
   static QUIRE_INLINE void key_columns(const T* const* rows, int64_t feature, Column (&columns)[kLanes]) {
     u32x16 bits[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) bits[i] = bits_as<u32x16>(load(rows[i] + feature));
+    for (int i = 0; i < kLanes; ++i) bits[i] = bits_as<u32x16>(load(feature_of(rows[i], feature)));
     transpose(bits);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) columns[i] = bits_as<f32x16>(bits[i]);
@@ -187,7 +201,7 @@ struct Float32Path {
 
   template <class T>
   static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) {
-    return load(rows[0] + feature);
+    return load(feature_of(rows[0], feature));
   }
 };
 

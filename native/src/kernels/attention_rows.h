@@ -121,7 +121,14 @@ struct HeadRows {
   void take_query_from(const From* from, Number* to) const {
     for (int64_t row = 0; row < count(); ++row, to += head_dim) {
       const From* numbers = from + token_of(row).row * call.query_stride + query_head(row) * head_dim;
-      for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(numbers + i));
+      if (kv.is_rotated()) {
+        float rotated[kMaxHeadDim];
+        for (int64_t i = 0; i < head_dim; i += kLanes) store(rotated + i, load(numbers + i));
+        rotate(rotated, head_dim);
+        for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(rotated + i));
+      } else {
+        for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(numbers + i));
+      }
     }
   }
 

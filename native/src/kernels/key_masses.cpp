@@ -89,6 +89,7 @@ class MassTask {
         const From* numbers = from + (block_.first_row + token) * call_.query_stride + (head_ * group + head) * head_dim;
         float* to = row_at(head, place / selection_.stride) + part * head_dim;
         for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(numbers + i));
+        if (call_.kv->is_rotated()) rotate(to, head_dim);
       }
     }
   }
@@ -113,7 +114,7 @@ class MassTask {
         f32x16 numbers[kMeanColumns];
 #pragma GCC unroll 4
         for (int column = 0; column < kMeanColumns; ++column) {
-          numbers[column] = load(keys[column * stride + part] + i);
+          numbers[column] = load(feature_of(keys[column * stride + part], i));
           if (sizeof(T) == 1) numbers[column] = numbers[column] * scales[column * stride + part];
         }
 #pragma GCC unroll 4
@@ -194,6 +195,7 @@ void masses(const AttentionCall& call, const KeySelection& selection, double* to
     case DType::kBFloat16: return masses_of<bf16>(call, selection, to, pool);
     case DType::kFloat16: return masses_of<fp16>(call, selection, to, pool);
     case DType::kInt8: return masses_of<int8_t>(call, selection, to, pool);
+    case DType::kInt4: return masses_of<Int4Pair>(call, selection, to, pool);
     default: return masses_of<float>(call, selection, to, pool);
   }
 }

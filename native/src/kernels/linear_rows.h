@@ -150,6 +150,7 @@ QUIRE_INLINE void store_row(const LinearCall& call, int64_t row, const PanelTask
     case DType::kFloat32: return store_columns(static_cast<float*>(call.out) + place, values, count);
     case DType::kBFloat16: return store_columns(static_cast<bf16*>(call.out) + place, values, count);
     case DType::kFloat16: return store_columns(static_cast<fp16*>(call.out) + place, values, count);
+    case DType::kInt4:
     case DType::kInt8:
     case DType::kUInt8: return;  // not for results
   }

@@ -1,6 +1,9 @@
 // From the fused projection to the queries and the cache: see RotaryCall in elementwise.h. Compiled once for each instruction
 // set.
 #include "elementwise.h"
+
+#include "attention.h"
+#include "int4_kv.h"
 #include "rows.h"
 
 namespace quire::QUIRE_ISA {
@@ -24,9 +27,10 @@ void rotate_head(T* head, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-// The scale is NaN if the head holds a NaN or an infinity, which int8 cannot say.
-template <class T>
-void write_int8(const T* head, int64_t count, int8_t* to, float* scale) {
+// Calls store(column, numbers) with sixteen numbers of a head at a time, in the low bits of lanes: whole ones up to `most`. Returns
+// their scale, which is NaN if the head holds a NaN or an infinity, which they cannot say.
+template <class T, class Store>
+float round_head(const T* head, int64_t count, float most, const Store& store) {
   f32x16 largest = {}, unsound = {};
   for (int64_t column = 0; column < count; column += kLanes) {
     const f32x16 values = load_left(head + column, count - column);
@@ -34,16 +38,33 @@ void write_int8(const T* head, int64_t count, int8_t* to, float* scale) {
     unsound += values * 0.0f;
   }
   const float limit = max_of_lanes(largest);
-  const float inverse = limit > 0.0f ? 1.0f / limit * 127.0f : 0.0f;
-  *scale = limit / 127.0f + sum_of_lanes(unsound);
+  const float inverse = limit > 0.0f ? 1.0f / limit * most : 0.0f;
   for (int64_t column = 0; column < count; column += kLanes) {
-    const int64_t left = count - column;
     // The limit changes nothing, but keeps the product and the sum after it from being rounded as one.
-    const f32x16 scaled = minimum(load_left(head + column, left) * inverse, splat(127.0f));
+    const f32x16 scaled = minimum(load_left(head + column, count - column) * inverse, splat(most));
     // Adding 1.5 * 2^23 rounds to a whole number, ties to even, and leaves it in the low bits.
-    const auto bytes = low_bytes(bits_as<i32x16>(scaled + 12582912.0f));
-    std::memcpy(to + column, &bytes, left >= kLanes ? kLanes : left);
+    store(column, bits_as<i32x16>(scaled + 12582912.0f));
   }
+  return limit / most + sum_of_lanes(unsound);
+}
+
+template <class T>
+void write_int8(const T* head, int64_t count, int8_t* to, float* scale) {
+  *scale = round_head(head, count, 127.0f, [&](int64_t column, i32x16 numbers) {
+    const auto bytes = low_bytes(numbers);
+    const int64_t left = count - column;
+    std::memcpy(to + column, &bytes, left >= kLanes ? kLanes : left);
+  });
+}
+
+template <class T>
+void write_int4(const T* head, int64_t count, Int4Pair* to, float* scale) {
+  float rotated[kMaxHeadDim];
+  for (int64_t column = 0; column < count; column += kLanes) store(rotated + column, load(head + column));
+  rotate(rotated, count);
+  *scale = round_head(rotated, count, kInt4Zero - 1, [&](int64_t column, i32x16 numbers) {
+    store_int4(to + column / kFeatures<Int4Pair>, (numbers + kInt4Zero) & 15);
+  });
 }
 
 template <class T, class C>
@@ -58,15 +79,13 @@ void write_heads(const RotaryCall& call, const T* heads, int64_t size, const Cac
   const int64_t block = call.blocks[row], offset = call.offsets[row];
   for (int64_t head = 0; head < call.num_kv_heads; ++head, heads += size) {
     const int64_t place = block * part.strides[0] + head * part.strides[1] + offset * part.strides[2];
+    float* scale = part.scales + block * part.scale_strides[0] + head * part.scale_strides[1] + offset * part.scale_strides[2];
     switch (call.cache_type) {
       case DType::kFloat32: write_floats(heads, size, static_cast<float*>(part.numbers) + place); break;
       case DType::kBFloat16: write_floats(heads, size, static_cast<bf16*>(part.numbers) + place); break;
       case DType::kFloat16: write_floats(heads, size, static_cast<fp16*>(part.numbers) + place); break;
-      default: {
-        const int64_t* strides = part.scale_strides;
-        write_int8(heads, size, static_cast<int8_t*>(part.numbers) + place,
-                   part.scales + block * strides[0] + head * strides[1] + offset * strides[2]);
-      }
+      case DType::kInt4: write_int4(heads, size, static_cast<Int4Pair*>(part.numbers) + place, scale); break;
+      default: write_int8(heads, size, static_cast<int8_t*>(part.numbers) + place, scale);
     }
   }
 }

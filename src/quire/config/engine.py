@@ -48,10 +48,11 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
         default="auto", help="Data type of weights and activations. auto: as stored."
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"] = knob(
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4", "fp8"] = knob(
         default="auto",
         help="Data type of the KV cache. auto: same as dtype; int8: with one scale per token and head, about "
-        "half the size of bfloat16; fp8 (only on a GPU): float8_e4m3fn without scales, half the size, less "
+        "half the size of bfloat16; int4 (only on a CPU, experimental): rotated first, a quarter, and less "
+        "accurate; fp8 (only on a GPU): float8_e4m3fn without scales, half the size, less "
         "accurate than int8, and cheaper to write and to read.",
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = knob(
@@ -244,7 +245,7 @@ class EngineConfig:
                 f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size}, but {use}: scores sum "
                 "over all heads of a layer, and each rank has only some of them; turn one of them off"
             )
-        is_narrow = self.kv_cache_dtype in ("int8", "fp8")
+        is_narrow = self.kv_cache_dtype in ("int8", "int4", "fp8")
         if is_narrow and self.scheduler.cache_eviction_config.apply_rotation:
             raise ConfigError(
                 f"EngineConfig.kv_cache_dtype is {self.kv_cache_dtype!r}, but "

@@ -37,6 +37,7 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
         from quire.kernels.devices.device import cuda_memory
 
         _check_gpus(config)
+        _refuse_int4_kv(config)
         _refuse_float8_on_older_gpus(config)
         return on_cuda(config, gpu_bytes=cuda_memory())
     if wanted == "cuda":
@@ -45,6 +46,7 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
         logger.warning("there is an NVIDIA GPU, but the model runs on the CPU: %s", obstacle)
     if config.kernels == "triton":
         _refuse_kernels_elsewhere(obstacle)
+        _refuse_int4_kv(config)
     else:
         _refuse_float8(config, obstacle)
     return on_cpu(config)
@@ -146,6 +148,15 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
     if kernel_set("triton").device != HOST:
         raise ConfigError(
             f"EngineConfig.kernels is 'triton', which needs a GPU, but {obstacle}; set kernels to 'auto'"
+        )
+
+
+def _refuse_int4_kv(config: EngineConfig) -> None:
+    """Raise `ConfigError` for a type of KV that the kernels in Triton do not support."""
+    if config.kv_cache_dtype == "int4":
+        raise ConfigError(
+            "EngineConfig.kv_cache_dtype is 'int4', which only the kernels for CPUs support; set it to "
+            "'int8', or device to 'cpu'"
         )
 
 

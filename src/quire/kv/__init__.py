@@ -10,7 +10,12 @@ from quire.lazy_attributes import lazy_attributes
 TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
 if TYPE_CHECKING:
-    from quire.kernels.attention.kv_quantizers import Float8PageQuantizer, Int8PageQuantizer, PageQuantizer
+    from quire.kernels.attention.kv_quantizers import (
+        Float8PageQuantizer,
+        Int4PageQuantizer,
+        Int8PageQuantizer,
+        PageQuantizer,
+    )
     from quire.kv.cache.head_sharding import PartitionAxis
     from quire.kv.cache.metadata import PagedAttentionCacheMetaData
     from quire.kv.cache.page_layout import KVLayerSpec
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Float8PageQuantizer",
+    "Int4PageQuantizer",
     "Int8PageQuantizer",
     "KVLayerSpec",
     "PageQuantizer",
@@ -34,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "Float8PageQuantizer": "quire.kernels.attention.kv_quantizers",
+    "Int4PageQuantizer": "quire.kernels.attention.kv_quantizers",
     "Int8PageQuantizer": "quire.kernels.attention.kv_quantizers",
     "KVLayerSpec": "quire.kv.cache.page_layout",
     "PageQuantizer": "quire.kernels.attention.kv_quantizers",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
 from quire.kernels import has_native_kernels
-from quire.kv.cache.page_layout import SCALE_BYTES, KVLayerSpec
+from quire.kv.cache.page_layout import FEATURE_MULTIPLES, KVLayerSpec
 from quire.models.shard import Shard
 from quire.models.weights import count_parameters, weight_bytes
 
@@ -25,16 +25,17 @@ def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
     """Return the dtype of a model's KV cache, as `PagedAttentionCacheMetaData` names it.
 
     Raises:
-        ConfigError: it is int8, which the head size of the model does not allow.
+        ConfigError: the head size of the model does not allow it.
     """
     if config.kv_cache_dtype == "auto":
         return dtype_of(config, model)
     sizes = {size for spec in model.kv_specs for size in (spec.key_head_dim, spec.value_head_dim)}
-    odd = min((size for size in sizes if size % SCALE_BYTES), default=0)
-    if config.kv_cache_dtype == "int8" and odd:
+    multiple = FEATURE_MULTIPLES.get(config.kv_cache_dtype, 1)
+    odd = min((size for size in sizes if size % multiple), default=0)
+    if odd:
         raise ConfigError(
-            f"EngineConfig.kv_cache_dtype is 'int8', which needs a head size that is a multiple of "
-            f"{SCALE_BYTES}; this model's is {odd}: set it to 'auto'"
+            f"EngineConfig.kv_cache_dtype is {config.kv_cache_dtype!r}, which needs a head size that is a "
+            f"multiple of {multiple}; this model's is {odd}: set it to 'auto'"
         )
     return "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
 

@@ -7,6 +7,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+_MOST_INT4 = 7.0
+_INT4_ZERO = 8
+
 
 @runtime_checkable
 class PageQuantizer(Protocol):
@@ -30,6 +33,32 @@ class Int8PageQuantizer:
         """Return int8 [..., head_dim] times scales [...] in float32."""
         assert scales is not None
         return numbers.float().mul_(scales.unsqueeze(-1))
+
+
+class Int4PageQuantizer:
+    """4 bits, two features in a byte, with a float32 scale for each token and head.
+
+    Vectors are rotated first (see `rotated`), which spreads the outliers of keys over all features (QuaRot,
+    Ashkboos et al. 2024). The native kernels compute on the rotated vectors: they rotate queries, and what
+    they sum of values.
+    """
+
+    def quantize(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return states [..., head_dim] as uint8 [..., head_dim / 2] and scales [...]; head_dim is even.
+
+        A byte holds feature 2i in its low bits and 2i + 1 in its high ones, each -7 to 7 plus 8.
+        """
+        wide = rotated(states.float())
+        limit = wide.abs().amax(-1)
+        inverse = torch.where(limit > 0.0, _MOST_INT4 / limit, 0.0)
+        numbers = (wide * inverse.unsqueeze(-1)).round_().add_(_INT4_ZERO).to(torch.uint8)
+        return numbers[..., 0::2] | numbers[..., 1::2] << 4, limit / _MOST_INT4
+
+    def dequantize(self, numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """Return uint8 [..., head_dim / 2] and scales [...] as float32 [..., head_dim]."""
+        assert scales is not None
+        wide = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2).float().sub_(_INT4_ZERO)
+        return rotated(wide.mul_(scales.unsqueeze(-1)))
 
 
 class ConvertingQuantizer:
@@ -61,9 +90,26 @@ class Float8PageQuantizer(ConvertingQuantizer):
 
 BUILT_IN_QUANTIZERS: dict[str, type[PageQuantizer]] = {
     "int8": Int8PageQuantizer,
+    "int4": Int4PageQuantizer,
     "float8_e4m3fn": Float8PageQuantizer,
 }
 """Quantizers of caches, by their type; caches of other types are floats as they are."""
+
+
+def rotated(vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors [..., n] float32 times a rotation that is its own inverse.
+
+    It is the fast Walsh-Hadamard transform, of as many adjacent features at a time as the largest power of
+    two that divides n.
+    """
+    width = vectors.shape[-1] & -vectors.shape[-1]
+    parts: torch.Tensor = vectors * width**-0.5
+    half = 1
+    while half < width:
+        first, second = parts.reshape(-1, 2, half).unbind(1)
+        parts = torch.stack((first + second, first - second), 1)
+        half *= 2
+    return parts.view(vectors.shape)
 
 
 def _to_float8(states: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ class DType(enum.Enum):
 
     int8 = 3
 
+    int4 = 5
+
     uint8 = 4
 
 class WeightFormat(enum.Enum):

@@ -7,7 +7,8 @@ import torch
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.key_scores import KeyScores
 from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.attention.kv_quantizers import Int8PageQuantizer
+from quire.kernels.attention.kv_quantizers import Int4PageQuantizer, Int8PageQuantizer
+from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.step_bounds import StepAddresses, step_addresses, step_bounds
 from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, check_on_cpu, form_of
@@ -15,32 +16,35 @@ from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, check_on_cpu, form_
 LAYER = "cpu"  # among a layer's handles
 PLAN = "cpu attention"  # among a batch's plans
 CACHE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+_SCALED_TYPES = (torch.int8, torch.uint8)
 
 
 class NativeLayer:
     """A layer's cache as the native kernels know it.
 
     Raises:
-        TypeError: keys and values differ in type, or have scales but are not int8, or the reverse.
+        TypeError: keys and values differ in type, or have scales but are not int8 or int4, or the reverse.
         ValueError: the features of a head are not adjacent, or keys, values or scales differ in shape, but
             for the features of a head.
     """
 
     def __init__(self, kv: KVLayer) -> None:
         keys, values = kv.key_pages, kv.value_pages
-        _check_pages("keys", keys, kv.key_scales, keys.dtype)
-        _check_pages("values", values, kv.value_scales, keys.dtype)
+        is_int4 = type(kv.quantizer) is Int4PageQuantizer
+        _check_pages("keys", keys, kv.key_scales, (torch.uint8,) if is_int4 else CACHE_TYPES)
+        _check_pages("values", values, kv.value_scales, (keys.dtype,))
         if keys.shape[:-1] != values.shape[:-1]:
             raise ValueError(
                 f"keys are {tuple(keys.shape)} and values {tuple(values.shape)}; both must be of one shape "
                 "but for the features of a head"
             )
-        self.shape = keys.shape
-        self.value_dim = values.shape[-1]
+        features = 2 if is_int4 else 1  # in one number
+        self.head_dim, self.value_dim = features * keys.shape[-1], features * values.shape[-1]
+        self.shape = torch.Size((*keys.shape[:-1], self.head_dim))
         self.keys_are_values = values is keys
-        self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim = keys.shape
+        self.num_kv_heads, self.num_blocks, self.block_size, _ = keys.shape
         self.native = _native.KVLayer(
-            TYPE_NUMBERS[keys.dtype],
+            _native.DType.int4.value if is_int4 else TYPE_NUMBERS[keys.dtype],
             self.num_kv_heads,
             self.head_dim,
             self.value_dim,
@@ -62,17 +66,26 @@ def native_layer(kv: KVLayer) -> NativeLayer | None:
         TypeError, ValueError: see `NativeLayer`.
     """
     handle: NativeLayer | None = kv.handles.get(LAYER)
-    if handle is None and (kv.quantizer is None or type(kv.quantizer) is Int8PageQuantizer):
+    if handle is None and _is_native(kv):
         handle = kv.handles[LAYER] = NativeLayer(kv)
     return handle
 
 
-def _check_pages(name: str, pages: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> None:
-    if pages.dtype != dtype or dtype not in CACHE_TYPES or (scales is None) == (dtype == torch.int8):
+def _is_native(kv: KVLayer) -> bool:
+    if type(kv.quantizer) is Int4PageQuantizer:  # whose vectors are rotated sixteen features at a time
+        sizes = (2 * pages.shape[-1] for pages in (kv.key_pages, kv.value_pages))
+        return all(size <= MAX_HEAD_DIM and not size % HEAD_DIM_MULTIPLE for size in sizes)
+    return kv.quantizer is None or type(kv.quantizer) is Int8PageQuantizer
+
+
+def _check_pages(
+    name: str, pages: torch.Tensor, scales: torch.Tensor | None, types: tuple[torch.dtype, ...]
+) -> None:
+    if pages.dtype not in types or (scales is None) == (pages.dtype in _SCALED_TYPES):
         having = "without" if scales is None else "with"
         raise TypeError(
             f"the cache's {name} are {pages.dtype} {having} scales; keys and values must be of one type of "
-            "floats, or int8 with scales"
+            "floats, int8 with scales, or with Int4PageQuantizer uint8 with scales"
         )
     check_on_cpu(f"the cache's {name}", form_of(pages))
     if pages.dim() != 4 or pages.stride(-1) != 1:

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import TypeGuard
 
-from quire.kv.cache.page_layout import CACHE_DTYPES, SCALE_BYTES, KVLayerSpec
+from quire.kv.cache.page_layout import CACHE_DTYPES, FEATURE_MULTIPLES, KVLayerSpec
 
 
 def check_positive(name: str, value: object) -> None:
@@ -49,9 +49,10 @@ def check_layer(name: str, spec: KVLayerSpec, dtype: str) -> None:
     for field in ("value_head_dim", "window"):
         if not is_whole(getattr(spec, field)) or getattr(spec, field) < 0:
             raise ValueError(f"{name}.{field} is {getattr(spec, field)!r}; it must be at least 0")
+    multiple = FEATURE_MULTIPLES.get(dtype, 1)
     for field in ("key_head_dim", "value_head_dim"):
-        if dtype == "int8" and getattr(spec, field) % SCALE_BYTES:
+        if getattr(spec, field) % multiple:
             raise ValueError(
-                f"dtype is int8, which needs a {name}.{field} that is a multiple of {SCALE_BYTES}, and this "
+                f"dtype is {dtype}, which needs a {name}.{field} that is a multiple of {multiple}, and this "
                 f"is {getattr(spec, field)}; use another type"
             )

@@ -24,10 +24,11 @@ NUMBER_BYTES = {
 }
 """Bytes of a number, by the name of its type."""
 
-CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn")
 """Types that keys and values can be held as without a quantizer of one's own."""
 
-SCALE_BYTES = 4  # an int8 cache has a float32 for each token and head
+FEATURE_MULTIPLES = {"int8": 4, "int4": 8}
+"""Of these types, what the sizes of heads are multiples of: scales, in float32, lie behind the numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +90,9 @@ class VectorFormat:
 
 
 def cache_format(dtype: str, head_dim: int) -> VectorFormat:
-    """Return how a cache of `dtype` holds a vector: int8 with a float32 scale, the others as they are."""
+    """Return how a cache of `dtype` holds a vector: int8 and int4 with a scale, the others without."""
+    if dtype == "int4":
+        return VectorFormat("uint8", head_dim // 2, "float32")
     return VectorFormat(dtype, head_dim, "float32" if dtype == "int8" else "")
 
 

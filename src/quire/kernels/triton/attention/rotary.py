@@ -13,7 +13,7 @@ import triton.language as tl
 
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.attention.kv_quantizers import BUILT_IN_QUANTIZERS, Int8PageQuantizer
+from quire.kernels.attention.kv_quantizers import Float8PageQuantizer, Int8PageQuantizer
 from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.reference import write_kv
@@ -236,7 +236,7 @@ def rotary_and_write_kv(
     q_norm = _norm_of_heads(query, q_norm, heads.head_dim, eps)
     k_norm = _norm_of_heads(key, k_norm, heads.head_dim, eps)
     kind = type(kv.quantizer)
-    is_built_in = kv.quantizer is None or kind in BUILT_IN_QUANTIZERS.values()
+    is_built_in = kv.quantizer is None or kind in (Int8PageQuantizer, Float8PageQuantizer)
     stays = batch.is_two_sided  # whose rows are where they go
     writes = is_built_in and not stays
     slot_blocks, slot_offsets = (None, None) if stays else _places(batch, kv, qkv.device)
