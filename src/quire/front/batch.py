@@ -68,11 +68,11 @@ class Batch(Generic[Output]):
 
     def _submit(self) -> None:
         """Submit as many pending requests as the limit allows."""
-        while self._pending and not self._must_wait and self._num_live < self._max_live_sequences:
-            index, processed = self._pending.popleft()
-            with deferred_interrupt():  # a request that is not in `_live` would not be discarded
+        with deferred_interrupt():  # a request that is not in `_live` would not be discarded
+            while self._pending and not self._must_wait and self._num_live < self._max_live_sequences:
+                index, processed = self._pending.popleft()
                 state = self._live[index] = self._live_requests.submit(processed)
-            self._num_live += len(state.completions)
+                self._num_live += len(state.completions)
 
     def _collect(self) -> None:
         """Collect finished requests, and put those rejected by the full queue back in front."""

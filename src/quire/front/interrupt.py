@@ -14,7 +14,8 @@ class deferred_interrupt:  # noqa: N801
     """Context manager that defers the first SIGINT until its block ends.
 
     A second SIGINT is not deferred, nor is one within `interruptible`. Has no effect outside the main thread,
-    where Python runs no handlers, or if SIGINT has no Python handler. The object itself is the handler.
+    where Python runs no handlers, if SIGINT has no Python handler, or within another one, which defers it
+    longer. The object itself is the handler.
     """
 
     previous: Any = None
@@ -22,8 +23,9 @@ class deferred_interrupt:  # noqa: N801
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self.previous = signal.getsignal(signal.SIGINT)
-            if self.previous is not None:
+            previous = signal.getsignal(signal.SIGINT)
+            if previous is not None and not isinstance(previous, deferred_interrupt):
+                self.previous = previous
                 signal.signal(signal.SIGINT, self)
 
     def __exit__(self, *exception: object) -> None:
@@ -50,12 +52,8 @@ def interruptible() -> Iterator[None]:
     ):
         yield
         return
-    was_pending, handler = False, deferral
-    while isinstance(handler, deferred_interrupt):
-        was_pending |= handler.is_pending
-        handler.is_pending = False
-        handler = handler.previous
-    signal.signal(signal.SIGINT, handler)
+    was_pending, deferral.is_pending = deferral.is_pending, False
+    signal.signal(signal.SIGINT, deferral.previous)
     try:
         if was_pending:
             signal.raise_signal(signal.SIGINT)
