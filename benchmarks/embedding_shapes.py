@@ -37,6 +37,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "global_attn_every_n_layers": 3,
         "global_rope_theta": 160_000.0,
         "local_rope_theta": 10_000.0,
+        "norm_eps": 1e-5,
+        "layer_norm_eps": 1e-5,
         "pad_token_id": 257,
         "bos_token_id": 257,
         "eos_token_id": 257,
