@@ -207,6 +207,9 @@ class NativeKernels(KernelSet):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
+        if batch.is_two_sided and cos is None and sin is None and q_norm is None and k_norm is None:
+            queries = qkv[:, : heads.num_heads * heads.head_dim]  # rows stay as they are
+            return queries.view(len(qkv), heads.num_heads, heads.head_dim)
         layer = kv.handles.get(ROTARY)
         if (
             layer is None
