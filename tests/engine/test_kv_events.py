@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from socket import socket as tcp_socket
+from socket import socketpair
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ import zmq
 
 from held import num_held
 from quire.config import KVEventsConfig
+from quire.engine import kv_events
 from quire.engine.kv_events import END_OF_REPLAY, KVEventPublisher, KVEventSubscriber
 from quire.errors import ConfigError
 from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, KVEventBatch
@@ -272,6 +274,30 @@ def test_ports_are_told_if_both_sockets_have_one(endpoint, replay_endpoint, have
     else:
         assert publisher.tcp_ports is None
     publisher.close()
+
+
+def test_a_close_is_seen_if_its_wake_up_is_taken_with_an_earlier_one(monkeypatch):
+    is_reading, may_read = threading.Event(), threading.Event()
+
+    class Slow(tcp_socket):
+        def recv(self, *arguments):
+            is_reading.set()
+            may_read.wait(10)
+            return super().recv(*arguments)
+
+    def slow_pair():
+        wake, woken = socketpair()
+        return wake, Slow(fileno=woken.detach())
+
+    monkeypatch.setattr(kv_events, "socketpair", slow_pair)
+    publisher = KVEventPublisher("inproc://live", topic=TOPIC)
+    assert is_reading.wait(10)  # for its first batch
+    closing = threading.Thread(target=publisher.close, daemon=True)
+    closing.start()
+    closing.join(0.2)
+    may_read.set()
+    closing.join(10)
+    assert not closing.is_alive()
 
 
 def test_many_engines_publish_to_one_subscriber():

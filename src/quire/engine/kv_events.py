@@ -193,9 +193,9 @@ class KVEventPublisher:
         is_last = False
         while not is_last:
             ready = dict(poller.poll())
-            is_last = self._is_closing
             if self._woken.fileno() in ready:
                 self._woken.recv(4096)
+            is_last = self._is_closing  # after its wake-up may have been taken with an earlier one
             while self._queue:
                 self._send_batch(*self._queue.popleft())
             if self._replay and self._replay in ready:
