@@ -38,8 +38,8 @@ constexpr int kGatedColumns = kPanelColumns / 2;  // of a panel, if its other ha
 //   kInt6:              for each group: float16 scale [32]; then for sixteen inputs of sixteen columns three lines of [16][4] bytes:
 //                       the lower four bits of inputs 0 to 3 and, above them, of 4 to 7; those of 8 to 15 likewise; and the higher
 //                       two bits of all, those of inputs 0 to 3 lowest; after the last group, float32 unit [32]
-// A weight in groups is (q - zero) * scale * unit with q in 0..15, 0..63 (and a zero of 32) or 0..255, an int8 weight q * scale. Units are powers of two, so
-// that scales which float16 can hold, times a power of two, are held exactly.
+// A weight in groups is (q - zero) * scale * unit with q in 0..15, 0..63 (and a zero of 32) or 0..255, an int8 weight q * scale.
+// Units are powers of two, so that scales which float16 can hold, times a power of two, are held exactly.
 struct PackedWeight {
   WeightFormat format;
   int64_t out_features;

@@ -147,17 +147,6 @@ GroupRange best_range(const float* weights, int64_t count) {
   return best;
 }
 
-// The largest magnitude becomes 31 steps. NaN if there is a NaN or an infinity.
-GroupRange int6_range(const float* weights, int64_t count) {
-  f32x16 largest = {}, unsound = {};
-  for (int64_t input = 0; input < count; input += kLanes) {
-    const f32x16 values = load(weights + input);
-    largest = maximum(largest, maximum(values, -values));
-    unsound += values * 0.0f;
-  }
-  return {max_of_lanes(largest) / 31.0f + sum_of_lanes(unsound), kInt6Zero};
-}
-
 // The power of two that scales are stored as multiples of: the largest finite one becomes 2^14 to 2^15.
 float unit_of(const float* scales, int64_t count) {
   float largest = 0.0f;
@@ -281,8 +270,14 @@ void pack_grouped_row(const Column& column, const WeightSource& source, int64_t 
       memory.zeros[group] = source.zeros[row * num_groups + group];
       continue;
     }
-    load_group(weight, source, row * weight.in_features + group * group_size, memory.weights);
-    const GroupRange range = is_int6 ? int6_range(memory.weights, group_size) : best_range(memory.weights, group_size);
+    const int64_t place = row * weight.in_features + group * group_size;
+    if (is_int6) {
+      memory.scales[group] = largest_magnitude(source, place, group_size) / 31.0f;
+      memory.zeros[group] = kInt6Zero;
+      continue;
+    }
+    load_group(weight, source, place, memory.weights);
+    const GroupRange range = best_range(memory.weights, group_size);
     memory.scales[group] = range.scale;
     memory.zeros[group] = range.zero;
   }
