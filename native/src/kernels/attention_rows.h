@@ -121,14 +121,16 @@ struct HeadRows {
   void take_query_from(const From* from, Number* to) const {
     for (int64_t row = 0; row < count(); ++row, to += head_dim) {
       const From* numbers = from + token_of(row).row * call.query_stride + query_head(row) * head_dim;
-      if (kv.is_rotated()) {
-        float rotated[kMaxHeadDim];
-        for (int64_t i = 0; i < head_dim; i += kLanes) store(rotated + i, load(numbers + i));
-        rotate(rotated, head_dim);
-        for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(rotated + i));
-      } else {
-        for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(numbers + i));
+      const auto take = [&](const auto* head) {
+        for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(head + i));
+      };
+      if (!kv.is_rotated()) {
+        take(numbers);
+        continue;
       }
+      float rotated[kMaxHeadDim];
+      rotate_into(numbers, head_dim, rotated);
+      take(rotated);
     }
   }
 

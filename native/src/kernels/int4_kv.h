@@ -103,4 +103,11 @@ inline void rotate(float* numbers, int64_t count) {
   }
 }
 
+// The same of numbers of any type, which stay as they are.
+template <class From>
+QUIRE_INLINE void rotate_into(const From* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i));
+  rotate(to, count);
+}
+
 }  // namespace quire::QUIRE_ISA

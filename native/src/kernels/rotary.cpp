@@ -60,8 +60,7 @@ void write_int8(const T* head, int64_t count, int8_t* to, float* scale) {
 template <class T>
 void write_int4(const T* head, int64_t count, Int4Pair* to, float* scale) {
   float rotated[kMaxHeadDim];
-  for (int64_t column = 0; column < count; column += kLanes) store(rotated + column, load(head + column));
-  rotate(rotated, count);
+  rotate_into(head, count, rotated);
   *scale = round_head(rotated, count, kInt4Zero - 1, [&](int64_t column, i32x16 numbers) {
     store_int4(to + column / kFeatures<Int4Pair>, (numbers + kInt4Zero) & 15);
   });

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-_MOST_INT4 = 7.0
+_MOST_INT8, _MOST_INT4 = 127.0, 7.0
 _INT4_ZERO = 8
 
 
@@ -48,11 +48,9 @@ class Int4PageQuantizer:
 
         A byte holds feature 2i in its low bits and 2i + 1 in its high ones, each -7 to 7 plus 8.
         """
-        wide = rotated(states.float())
-        limit = wide.abs().amax(-1)
-        inverse = torch.where(limit > 0.0, _MOST_INT4 / limit, 0.0)
-        numbers = (wide * inverse.unsqueeze(-1)).round_().add_(_INT4_ZERO).to(torch.uint8)
-        return numbers[..., 0::2] | numbers[..., 1::2] << 4, limit / _MOST_INT4
+        steps, scales = _steps_and_scales(rotated(states.float()), _MOST_INT4)
+        numbers = steps.add_(_INT4_ZERO).to(torch.uint8)
+        return numbers[..., 0::2] | numbers[..., 1::2] << 4, scales
 
     def dequantize(self, numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """Return uint8 [..., head_dim / 2] and scales [...] as float32 [..., head_dim]."""
@@ -119,7 +117,12 @@ def _to_float8(states: torch.Tensor) -> torch.Tensor:
 
 def quantize_heads(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return states [..., head_dim] as int8 [..., head_dim] times scales [...] float32, ties to even."""
-    wide = states.float()
+    steps, scales = _steps_and_scales(states.float(), _MOST_INT8)
+    return steps.to(torch.int8), scales
+
+
+def _steps_and_scales(wide: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return vectors [..., n] as whole numbers, the largest magnitude being `most`, times scales [...]."""
     limit = wide.abs().amax(-1)
-    inverse = torch.where(limit > 0.0, 127.0 / limit, 0.0)
-    return (wide * inverse.unsqueeze(-1)).round_().to(torch.int8), limit / 127.0
+    inverse = torch.where(limit > 0.0, most / limit, 0.0)
+    return (wide * inverse.unsqueeze(-1)).round_(), limit / most
