@@ -43,8 +43,18 @@ PHASES: tuple[tuple[type, str, str], ...] = (
     (Decoder, "logits", "  logits"),
     (Sampler, "sample", "  sample"),
 )
-KERNELS = ("rms_norm", "add_rms_norm", "gated_activation", "rotary_and_write_kv", "paged_attention")
-MATRICES = ("qkv", "output", "gate_up", "down", "router", "experts")
+KERNELS = (
+    "rms_norm",
+    "add_rms_norm",
+    "apply_gate",
+    "gated_activation",
+    "rotary_and_write_kv",
+    "paged_attention",
+    "causal_conv",
+    "gated_delta_rule",
+    "selective_scan",
+)
+MATRICES = ("qkv", "project", "gates", "output", "gate_up", "down", "router", "experts")
 WARM_STEPS = 4
 
 

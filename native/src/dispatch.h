@@ -22,6 +22,7 @@ struct Kernels {
   void (*masses)(const AttentionCall&, const KeySelection&, double* masses, ThreadPool&);
   void (*norm)(const NormCall&, ThreadPool&);
   void (*gated_activation)(const GatedActivationCall&, ThreadPool&);
+  void (*gate)(const GateCall&, ThreadPool&);
   void (*combine)(const CombineCall&, ThreadPool&);
   void (*rotary_and_write_kv)(const RotaryCall&, ThreadPool&);
   void (*conv)(const ConvCall&, ThreadPool&);

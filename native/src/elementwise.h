@@ -45,6 +45,20 @@ struct GatedActivationCall {
   bool has_up = true;
 };
 
+// rows *= activation(gate), behind their norm (as NormCall's, without `bias`) where there is a weight for it; rounded once.
+struct GateCall {
+  void* rows;  // [num_tokens, num_heads, num_features], adjacent
+  const void* gate;
+  DType type;  // of both
+  bool has_silu;  // else the activation is the sigmoid
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t num_features;
+  int64_t gate_strides[3];  // of a token, a head, a feature; the last 1, or 0 if a head has one gate
+  const float* norm_weight;  // [num_features] or null
+  float eps;
+};
+
 // out [num_rows, num_features]: of each row, the sum of parts in float32, in order, each times its weight.
 struct CombineCall {
   const float* parts;     // [any number, num_features]

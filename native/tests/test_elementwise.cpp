@@ -127,6 +127,42 @@ void check_activation(const Kernels& kernels, Activation activation, bool has_up
   }
 }
 
+// Gates of heads lie among other numbers, one for each feature or one for all; with and without a norm before them.
+template <class T>
+void check_gate(const Kernels& kernels, int64_t num_heads, int64_t num_features, bool is_single, bool has_silu, bool has_norm) {
+  constexpr int64_t kTokens = 5;
+  constexpr float kEps = 1e-5f;
+  const int64_t width = is_single ? 1 : num_features, head_stride = width + 2, token_stride = num_heads * head_stride + 1;
+  const std::vector<T> before = random_numbers<T>(kTokens * num_heads * num_features, 2.0f);
+  const std::vector<T> gates = random_numbers<T>((kTokens - 1) * token_stride + (num_heads - 1) * head_stride + width, 3.0f);
+  const std::vector<float> weight = random_floats(num_features);
+  std::vector<T> first_result;
+  for (const int num_threads : {1, 3}) {
+    ThreadPool pool(num_threads);
+    std::vector<T> rows = before;
+    kernels.gate({rows.data(), gates.data(), TypeOf<T>::dtype, has_silu, kTokens, num_heads, num_features,
+                  {token_stride, head_stride, is_single ? 0 : 1}, has_norm ? weight.data() : nullptr, kEps},
+                 pool);
+    for (int64_t row = 0; row < kTokens * num_heads; ++row) {
+      const T* first = &before[row * num_features];
+      double squares = 0.0;
+      for (int64_t i = 0; i < num_features; ++i) squares += number_of(first[i]) * number_of(first[i]);
+      const double factor = 1.0 / std::sqrt(squares / num_features + kEps);
+      for (int64_t i = 0; i < num_features; ++i) {
+        const int64_t place = row / num_heads * token_stride + row % num_heads * head_stride + (is_single ? 0 : i);
+        const double gate = number_of(gates[place]);
+        double expected = number_of(first[i]) * (has_silu ? gate : 1.0) / (1.0 + std::exp(-gate));
+        if (has_norm) expected *= factor * weight[i];
+        const double error = std::fabs(number_of(rows[row * num_features + i]) - expected);
+        CHECK(error <= TypeOf<T>::rounding * std::fabs(expected) + kSmallest, "%s: gate of row %ld, feature %ld",
+              kernels.instruction_set, static_cast<long>(row), static_cast<long>(i));
+      }
+    }
+    if (num_threads == 1) first_result = rows;
+    CHECK(same_bits(rows, first_result), "%s: a gate depends on the threads", kernels.instruction_set);
+  }
+}
+
 // A row with a NaN or an infinity has NaN in its norm, and no other row has.
 template <class T>
 void what_is_unsound_stays_in_its_row(const Kernels& kernels) {
@@ -157,6 +193,11 @@ void check_type(const Kernels& kernels) {
       for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu, Activation::kRelu2}) {
         for (const bool has_up : {true, false}) check_activation<T>(kernels, activation, has_up, num_rows, num_features);
       }
+    }
+  }
+  for (const int64_t num_features : {1, 16, 31, 128}) {
+    for (const int form : {0, 1, 2, 3, 4, 5, 6, 7}) {
+      check_gate<T>(kernels, 3, num_features, (form & 1) != 0, (form & 2) != 0, (form & 4) != 0);
     }
   }
   what_is_unsound_stays_in_its_row<T>(kernels);

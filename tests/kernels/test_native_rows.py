@@ -125,6 +125,27 @@ def test_gated_activation(instruction_set: str, activation: str, dtype: torch.dt
     assert torch.equal(native.gated_activation(rows[:1], activation), out[:1])
 
 
+@on_instruction_sets(dtype=DTYPES, size=[1, 31, 64, 200], heads=[1, 3])
+def test_gates(instruction_set: str, dtype: torch.dtype, size: int, heads: int) -> None:
+    rows, weight = _random(70, heads, size, dtype=dtype), _random(size, seed=1)
+    gates = _view((_random(70, 2 * heads * size, dtype=dtype, seed=2) * 4)).view(70, heads, 2, size)[:, :, 1]
+    normed = reference.rms_norm(rows.float().view(-1, size), weight, eps=1e-5).view(rows.shape)
+    sigmoid = torch.sigmoid(gates.double())
+    for activation, factor in (("silu", gates.double() * sigmoid), ("sigmoid", sigmoid)):
+        found = native.apply_gate(rows.clone(), gates, activation=activation, norm=weight, eps=1e-5)
+        _assert_close(found, (normed.double() * factor).to(dtype))
+        one = native.apply_gate(rows[1:2].clone(), gates[1:2], activation=activation, norm=weight, eps=1e-5)
+        assert torch.equal(one, found[1:2])
+    _assert_close(
+        native.apply_gate(rows.clone(), gates, activation="sigmoid"), (rows.double() * sigmoid).to(dtype)
+    )
+    single = _view(_random(70, heads, dtype=dtype, seed=3)).unsqueeze(2)
+    expected = (rows.double() * torch.sigmoid(single.double())).to(dtype)
+    _assert_close(native.apply_gate(rows.clone(), single, activation="sigmoid"), expected)
+    flat = native.apply_gate(rows[:, 0].clone(), single[:, 0], activation="sigmoid")
+    _assert_close(flat, expected[:, 0])
+
+
 @on_instruction_sets(activation=ACTIVATIONS)
 def test_activations_over_the_whole_range(instruction_set: str, activation: str) -> None:
     steps = torch.cat(

@@ -211,6 +211,16 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         _method("gated_activation"),
         lambda: {"gate_up": _random(5, 80), "activation": "silu", "out": torch.empty(5, 40)},
     ),
+    "apply_gate": (
+        _method("apply_gate"),
+        lambda: {
+            "rows": _random(5, 3, 40),
+            "gate": _random(5, 3, 80)[..., 40:],
+            "activation": "sigmoid",
+            "norm": _random(40),
+            "eps": 1e-5,
+        },
+    ),
     "rotary_and_write_kv": (_method("rotary_and_write_kv"), lambda: _rotary(torch.float32)),
     "rotary_and_write_int8": (_method("rotary_and_write_kv"), lambda: _rotary(torch.int8)),
     "paged_attention": (_method("paged_attention"), _attention),

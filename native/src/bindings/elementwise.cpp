@@ -26,6 +26,23 @@ void gated_activation(uintptr_t gate_up, uintptr_t out, int type, int activation
   });
 }
 
+void gate(uintptr_t rows, uintptr_t gate, int type, bool has_silu, int64_t num_tokens, int64_t num_heads, int64_t num_features,
+          int64_t token_stride, int64_t head_stride, int64_t feature_stride, uintptr_t norm_weight, float eps) {
+  perform([=](Context& context) {
+    context.kernels().gate({at_address<void>(rows),
+                            at_address<const void>(gate),
+                            static_cast<DType>(type),
+                            has_silu,
+                            num_tokens,
+                            num_heads,
+                            num_features,
+                            {token_stride, head_stride, feature_stride},
+                            at_address<const float>(norm_weight),
+                            eps},
+                           context.pool());
+  });
+}
+
 void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num_rows, int64_t row_stride, int64_t num_heads,
                          uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t q_norm, uintptr_t k_norm, int64_t q_norm_size,
                          int64_t k_norm_size, float eps, uintptr_t blocks, uintptr_t offsets) {
@@ -68,6 +85,9 @@ void bind_elementwise(nb::module_& module) {
              "delta_stride"_a, "out_stride"_a, "scale"_a, "eps"_a, "bias"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def("gated_activation", &gated_activation, "gate_up"_a, "out"_a, "type"_a, "activation"_a, "num_rows"_a,
              "num_features"_a, "row_stride"_a, "out_stride"_a, "has_up"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("gate", &gate, "rows"_a, "gate"_a, "type"_a, "has_silu"_a, "num_tokens"_a, "num_heads"_a, "num_features"_a,
+             "token_stride"_a, "head_stride"_a, "feature_stride"_a, "norm_weight"_a, "eps"_a,
+             nb::call_guard<nb::gil_scoped_release>());
   module.def("rotary_and_write_kv", &rotary_and_write_kv, "kv"_a, "qkv"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_heads"_a,
              "cos"_a, "sin"_a, "half"_a, "q_norm"_a, "k_norm"_a, "q_norm_size"_a, "k_norm_size"_a, "eps"_a, "blocks"_a,
              "offsets"_a, nb::call_guard<nb::gil_scoped_release>());

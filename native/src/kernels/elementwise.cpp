@@ -66,6 +66,28 @@ void activate_all(const GatedActivationCall& call, ThreadPool& pool) {
   return call.has_up ? activate_as<T, true>(call, pool) : activate_as<T, false>(call, pool);
 }
 
+template <class T, bool kHasSilu>
+void gate_rows(const GateCall& call, ThreadPool& pool) {
+  for_each_row(pool, call.num_tokens * call.num_heads, call.num_features, [&](int64_t index) {
+    T* row = static_cast<T*>(call.rows) + index * call.num_features;
+    const T* gate = static_cast<const T*>(call.gate) + index / call.num_heads * call.gate_strides[0] +
+                    index % call.num_heads * call.gate_strides[1];
+    const float factor = call.norm_weight == nullptr ? 1.0f : norm_factor(row, call.num_features, call.eps);
+    for (int64_t column = 0; column < call.num_features; column += kLanes) {
+      const int64_t left = call.num_features - column;
+      f32x16 values = load_left(row + column, left);
+      if (call.norm_weight != nullptr) values = values * factor * load_left(call.norm_weight + column, left);
+      const f32x16 gates = call.gate_strides[2] == 0 ? splat(to_float(*gate)) : load_left(gate + column, left);
+      store_left(row + column, values * ((kHasSilu ? gates : splat(1.0f)) / (exp(-gates) + 1.0f)), left);
+    }
+  });
+}
+
+template <class T>
+void gate_all(const GateCall& call, ThreadPool& pool) {
+  return call.has_silu ? gate_rows<T, true>(call, pool) : gate_rows<T, false>(call, pool);
+}
+
 template <class T>
 void combine_rows(const CombineCall& call, ThreadPool& pool) {
   for_each_row(pool, call.num_rows, call.num_parts * call.num_features, [&](int64_t row) {
@@ -98,6 +120,14 @@ void gated_activation(const GatedActivationCall& call, ThreadPool& pool) {
     case DType::kBFloat16: return activate_all<bf16>(call, pool);
     case DType::kFloat16: return activate_all<fp16>(call, pool);
     default: return activate_all<float>(call, pool);
+  }
+}
+
+void gate(const GateCall& call, ThreadPool& pool) {
+  switch (call.type) {
+    case DType::kBFloat16: return gate_all<bf16>(call, pool);
+    case DType::kFloat16: return gate_all<fp16>(call, pool);
+    default: return gate_all<float>(call, pool);
   }
 }
 

@@ -12,6 +12,7 @@ int64_t mass_scratch(const AttentionCall& call, const KeySelection& selection, i
 void masses(const AttentionCall& call, const KeySelection& selection, double* to, ThreadPool& pool);
 void norm(const NormCall& call, ThreadPool& pool);
 void gated_activation(const GatedActivationCall& call, ThreadPool& pool);
+void gate(const GateCall& call, ThreadPool& pool);
 void combine(const CombineCall& call, ThreadPool& pool);
 void rotary_and_write_kv(const RotaryCall& call, ThreadPool& pool);
 void conv(const ConvCall& call, ThreadPool& pool);
@@ -44,6 +45,7 @@ const Kernels kKernels = {
     masses,
     norm,
     gated_activation,
+    gate,
     combine,
     rotary_and_write_kv,
     conv,

@@ -379,32 +379,29 @@ class KernelSet(ABC):
             out: [T, num_heads * head_dim] for the result.
         """
 
-    def gated_norm(
+    def apply_gate(
         self,
         rows: torch.Tensor,
         gate: torch.Tensor,
-        weight: torch.Tensor,
         *,
-        eps: float,
-        activation: Literal["silu", "sigmoid"] = "silu",
+        activation: Literal["silu", "sigmoid"],
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> torch.Tensor:
-        """Return the root-mean-square norm of rows, times activation(gate), in their type.
+        """Multiply rows by activation(gate), behind their root-mean-square norm if it has a weight.
 
         Args:
-            rows: [T, heads, n] contiguous, overwritten with the norm.
-            gate: [T, heads, n].
-            weight: [n] float32, of the norm.
-            eps: as for `rms_norm`.
+            rows: [T, n] or [T, heads, n] contiguous, overwritten and returned.
+            gate: of the same shape, or with n = 1.
             activation: of the gate.
+            norm: [n] float32, the weight of the norm.
+            eps: as for `rms_norm`.
         """
-        normed = self.rms_norm(rows.view(-1, rows.shape[-1]), weight, eps=eps).view(rows.shape)
-        if activation == "sigmoid":
-            return self.gated_by_sigmoid(normed, gate)
-        return normed.mul_(silu(gate.float()).to(normed.dtype))
-
-    def gated_by_sigmoid(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Multiply rows in place by sigmoid(gate), of their shape or one number for each, and return them."""
-        return rows.mul_(sigmoid(gate.float()).to(rows.dtype))
+        if norm is not None:
+            flat = rows.view(-1, rows.shape[-1])
+            self.rms_norm(flat, norm, eps=eps, out=flat)
+        activate = silu if activation == "silu" else sigmoid
+        return rows.mul_(activate(gate.float()).to(rows.dtype))
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

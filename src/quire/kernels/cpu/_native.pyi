@@ -214,6 +214,20 @@ def gated_activation(
     out_stride: int,
     has_up: bool,
 ) -> None: ...
+def gate(
+    rows: int,
+    gate: int,
+    type: int,
+    has_silu: bool,
+    num_tokens: int,
+    num_heads: int,
+    num_features: int,
+    token_stride: int,
+    head_stride: int,
+    feature_stride: int,
+    norm_weight: int,
+    eps: float,
+) -> None: ...
 def rotary_and_write_kv(
     kv: KVLayer,
     qkv: int,

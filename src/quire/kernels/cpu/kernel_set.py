@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -24,6 +24,7 @@ from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeScans
 from quire.kernels.cpu.tensors import (
     Form,
+    check_contiguous,
     check_on_cpu,
     check_vector,
     checked_once,
@@ -192,6 +193,25 @@ class NativeKernels(KernelSet):
         )
         _native.gated_activation(rows.data_ptr(), out.data_ptr(), *numbers)
         return out
+
+    @override
+    def apply_gate(
+        self,
+        rows: torch.Tensor,
+        gate: torch.Tensor,
+        *,
+        activation: Literal["silu", "sigmoid"],
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        numbers = _gate_numbers(
+            (rows.shape, rows.stride(), rows.dtype, rows.is_cpu),
+            (gate.shape, gate.stride(), gate.dtype, gate.is_cpu),
+            None if norm is None else (norm.shape, norm.stride(), norm.dtype, norm.is_cpu),
+            activation,
+        )
+        _native.gate(rows.data_ptr(), gate.data_ptr(), *numbers, 0 if norm is None else norm.data_ptr(), eps)
+        return rows
 
     @override
     def rotary_and_write_kv(
@@ -406,6 +426,40 @@ def _activation_numbers(rows: Form, out: Form, activation: str) -> tuple[int, in
 
 
 @checked_once
+def _gate_numbers(
+    rows: Form, gate: Form, norm: Form | None, activation: str
+) -> tuple[int, bool, int, int, int, int, int, int]:
+    """Return the type, whether the activation is silu, the sizes of rows, and the strides of gates."""
+    shape, (gate_shape, strides) = tuple(rows[0]), gate[:2]
+    *outer, num_features = shape
+    if len(outer) not in (1, 2) or activation not in ("silu", "sigmoid"):
+        raise ValueError(
+            f"rows are {list(shape)} and the activation is {activation!r}; they must be [tokens, features] "
+            "or [tokens, heads, features], and the activation silu or sigmoid"
+        )
+    check_contiguous("rows", rows, shape)
+    is_whole = gate_shape == shape and (strides[-1] == 1 or num_features == 1)
+    if not is_whole and gate_shape != (*outer, 1):
+        raise ValueError(
+            f"gate is {list(gate_shape)} with strides {strides}; it must be {list(shape)}, and the numbers "
+            f"of a row adjacent, or {[*outer, 1]}"
+        )
+    check_on_cpu("gate", gate)
+    if norm is not None:
+        check_vector("norm", norm, num_features)
+    num_tokens, num_heads, head_stride = (*outer, strides[1]) if len(outer) == 2 else (*outer, 1, 0)
+    sizes = num_tokens, num_heads, num_features
+    return (
+        _common_type(rows, gate, "gate"),
+        activation == "silu",
+        *sizes,
+        strides[0],
+        head_stride,
+        int(is_whole),
+    )
+
+
+@checked_once
 def _qkv_numbers(qkv: Form, num_rows: int, width: int) -> tuple[int, int]:
     """Return the type and the stride of rows of queries, keys and values."""
     stride = written_row_stride("qkv", qkv, (num_rows, width))
@@ -437,8 +491,8 @@ def _max_distance(distance_bias: torch.Tensor, num_heads: int, batch: AttentionB
     return distance_bias.shape[1] // 2
 
 
-def _common_type(rows: Form, out: Form) -> int:
+def _common_type(rows: Form, other: Form, name: str = "out") -> int:
     """Return the number of the type that both have."""
-    if out[2] is not rows[2]:
-        raise TypeError(f"the rows are {rows[2]} and out is {out[2]}; both must have the same type")
+    if other[2] is not rows[2]:
+        raise TypeError(f"the rows are {rows[2]} and {name} is {other[2]}; both must have the same type")
     return float_type("rows", rows)

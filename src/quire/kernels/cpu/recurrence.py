@@ -14,9 +14,11 @@ from quire.kernels.cpu.programs import refuse_recording
 from quire.kernels.cpu.tensors import (
     Form,
     address,
+    check_contiguous,
     check_on_cpu,
     check_vector,
     checked_once,
+    contiguous_strides,
     float_type,
     form_of,
     row_stride,
@@ -186,8 +188,8 @@ def _delta_numbers(
     for name, form in (("strengths", strengths), ("times", times), ("out", out)):
         if form[2] is not qkv[2]:
             raise TypeError(f"{name} is {form[2]}; it must be {qkv[2]}, as qkv")
-    _check_contiguous("qkv", qkv, (num_tokens, 2 * num_keys * key_dim + num_values * value_dim))
-    _check_contiguous("out", out, (num_tokens, num_values, value_dim))
+    check_contiguous("qkv", qkv, (num_tokens, 2 * num_keys * key_dim + num_values * value_dim))
+    check_contiguous("out", out, (num_tokens, num_values, value_dim))
     return (
         float_type("qkv", qkv),
         row_stride("strengths", strengths, (num_tokens, num_values)),
@@ -254,7 +256,7 @@ def _scan_numbers(
     for name, form in (("times", times), ("out", out)):
         if form[2] is not inputs[2]:
             raise TypeError(f"{name} is {form[2]}; it must be {inputs[2]}, as inputs")
-    _check_contiguous("inputs", inputs, (num_tokens, value_size + 2 * num_groups * state_size))
+    check_contiguous("inputs", inputs, (num_tokens, value_size + 2 * num_groups * state_size))
     return (
         kind,
         row_stride("times", times, (num_tokens, num_heads)),
@@ -266,15 +268,7 @@ def _scan_numbers(
 def _check_floats(name: str, form: Form, shape: tuple[int, ...]) -> None:
     if form[2] is not torch.float32:
         raise TypeError(f"{name} is {form[2]}; it must be float32")
-    _check_contiguous(name, form, shape)
-
-
-def _check_contiguous(name: str, form: Form, shape: tuple[int, ...]) -> None:
-    if form[0] != shape or form[1] != _strides_of(shape):
-        raise ValueError(
-            f"{name} is {list(form[0])} with strides {form[1]}; it must be {list(shape)} and contiguous"
-        )
-    check_on_cpu(name, form)
+    check_contiguous(name, form, shape)
 
 
 def _memory_stride(state: Form, shape: tuple[int, int, int], num_states: int) -> int:
@@ -287,7 +281,7 @@ def _memory_stride(state: Form, shape: tuple[int, int, int], num_states: int) ->
 def _state_stride(state: Form, shape: tuple[int, ...], num_states: int) -> int:
     """Return the elements from one state to the next."""
     sizes, strides = tuple(state[0]), state[1]
-    if sizes[1:] != shape or strides[1:] != _strides_of(shape) or strides[0] < math.prod(shape):
+    if sizes[1:] != shape or strides[1:] != contiguous_strides(shape) or strides[0] < math.prod(shape):
         raise ValueError(
             f"the state is {list(sizes)} with strides {strides}; it must be [states, "
             f"{', '.join(map(str, shape))}], and the numbers of a state adjacent"
@@ -296,8 +290,3 @@ def _state_stride(state: Form, shape: tuple[int, ...], num_states: int) -> int:
         raise IndexError(f"a sequence has state {num_states - 1}; there are {sizes[0]}")
     check_on_cpu("the state", state)
     return strides[0]
-
-
-def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

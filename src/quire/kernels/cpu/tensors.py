@@ -7,6 +7,7 @@ a call looks up the forms of its tensors, and follows their addresses with the n
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -76,6 +77,20 @@ def written_row_stride(name: str, form: Form, shape: tuple[int, ...]) -> int:
     if stride < shape[1] and shape[0] > 1:
         raise ValueError(f"{name} has rows of {shape[1]} numbers that begin {stride} numbers apart")
     return stride
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
+
+def check_contiguous(name: str, form: Form, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor has this shape, and is contiguous and on the CPU."""
+    if form[0] != shape or form[1] != contiguous_strides(shape):
+        raise ValueError(
+            f"{name} is {list(form[0])} with strides {form[1]}; it must be {list(shape)} and contiguous"
+        )
+    check_on_cpu(name, form)
 
 
 def check_vector(name: str, form: Form, size: int) -> None:

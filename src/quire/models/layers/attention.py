@@ -334,7 +334,7 @@ class Attention(SubLayer):
             out=buffers["attended"],
         )
         if config.is_gated:
-            attended = self._kernels.gated_by_sigmoid(attended, gate)
+            attended = self._kernels.apply_gate(attended, gate, activation="sigmoid")
         return self.output(attended.flatten(1), out=out)
 
     def _keys_and_values(

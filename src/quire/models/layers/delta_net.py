@@ -256,11 +256,11 @@ class DeltaNet(SubLayer):
         self._kernels.gated_delta_rule(
             qkv, strengths, times, state["memory"], batch, heads=self._heads, out=attended
         )
-        normed = self._kernels.gated_norm(
+        normed = self._kernels.apply_gate(
             attended,
             gate.view(attended.shape),
-            self._norm,
-            eps=self._eps,
             activation="sigmoid" if config.gate_rank else "silu",
+            norm=self._norm,
+            eps=self._eps,
         )
         return self.output(normed.flatten(1), out=out)

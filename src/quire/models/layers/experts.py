@@ -148,7 +148,7 @@ class MixtureOfExperts(SubLayer):
             expert_scales=loader.tensor("expert_scales"),
         )
         self.router = loader.linear("router", is_quantized=False)
-        self._scale = loader.kernels.gated_by_sigmoid if config.scales_inputs else None
+        self._apply_gate = loader.kernels.apply_gate if config.scales_inputs else None
         self._latent = [loader.linear(field) for field in ("latent_in", "latent_out") if config.latent_size]
         self.experts = loader.experts("expert_gate_up", "expert_down", mixture)
 
@@ -163,8 +163,8 @@ class MixtureOfExperts(SubLayer):
         self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> torch.Tensor:
         scores = self.router(inputs)
-        if self._scale is not None:
-            inputs = self._scale(inputs.clone(), scores.amax(1, keepdim=True))
+        if self._apply_gate is not None:
+            inputs = self._apply_gate(inputs.clone(), scores.amax(1, keepdim=True), activation="sigmoid")
         if not self._latent:
             return self.experts(inputs, scores, out=out)
         into, back = self._latent
