@@ -11,6 +11,7 @@ from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_THREADS
 from quire import LLM, SamplingParams
 
 BLOCK_SIZE = 16
+NUM_STATES = MAX_NUM_SEQS + 16  # of recurrent layers: as KV, about what the largest workload uses
 
 
 class QuireEngine:
@@ -28,6 +29,7 @@ class QuireEngine:
             max_num_seqs=MAX_NUM_SEQS,
             block_size=BLOCK_SIZE,
             num_kv_blocks=KV_TOKENS // BLOCK_SIZE,
+            num_linear_attention_blocks=NUM_STATES,
             num_threads=NUM_THREADS,
             **quantization,
         )

@@ -61,8 +61,8 @@ def test_one_that_is_found_or_left_changes_its_place():
     for index in range(3):
         keep(pool, LONG[index], is_likely=index < 2)
     pool.touch(LONG[2].digest)
-    pool.leave(LONG[1].digest)
-    pool.leave(b"unknown")
+    pool.leave(LONG[1].digest, is_within_answer=False)
+    pool.leave(b"unknown", is_within_answer=True)
     assert [keep(pool, OTHER[index]) for index in (4, 5)] == [1, 0]
 
 
@@ -72,7 +72,7 @@ def test_one_that_several_sequences_have_used_stays_likely():
     keep(pool, LONG[1])
     for _ in range(2):
         pool.touch(LONG[0].digest)
-        pool.leave(LONG[0].digest)
+        pool.leave(LONG[0].digest, is_within_answer=False)
     assert keep(pool, OTHER[5]) == 1
 
 
@@ -112,7 +112,7 @@ def test_one_that_is_held_is_found_and_overwritten_only_afterwards():
     pool.hold(LONG[0].digest)
     pool.hold(LONG[0].digest)
     pool.touch(LONG[0].digest)
-    pool.leave(LONG[0].digest)
+    pool.leave(LONG[0].digest, is_within_answer=False)
     assert [keep(pool, OTHER[index]) for index in (7, 8)] == [1, 1]
     assert pool.find(LONG, 10) == (1, 0)
     pool.forget_contents()
@@ -155,3 +155,25 @@ def test_events_say_which_can_be_found():
     pool.let_go(LONG[1].digest)
     pool.forget_contents()
     assert not events.found
+
+
+def test_within_an_answer_the_next_takes_the_place_of_the_one_before():
+    pool = CheckpointPool(4)
+    keep(pool, LONG[0])
+    for index in range(1, 6):
+        assert keep(pool, LONG[index]) == 1 + (index - 1) % 2
+        pool.leave(LONG[index - 1].digest, is_within_answer=index > 1)
+        pool.check([])
+    assert pool.find(LONG, 10) == (6, 1)
+    assert pool.find(LONG, 5) == (1, 0), "those of the answer that were left are gone"
+    assert pool.num_kept == 2
+
+
+def test_within_an_answer_one_that_a_sequence_has_used_stays():
+    pool = CheckpointPool(4)
+    keep(pool, LONG[0])
+    pool.touch(LONG[0].digest)
+    keep(pool, LONG[1])
+    pool.leave(LONG[0].digest, is_within_answer=True)
+    assert pool.find(LONG, 1) == (1, 0)
+    assert keep(pool, OTHER[5]) == 2

@@ -8,7 +8,8 @@ A checkpoint is *free*, *pending* (a step in flight or a load writes it) or *kep
 copied to a slot at the start of the step that uses it, so nothing holds a reference to it: when there is no
 free one, a kept one is overwritten. First go those that are of use only if another sequence parts from theirs
 there, the oldest first: they lie within a prompt, or their sequence has a later one. Then go the others, the
-least recently used first. None goes that is *held*, for a peer to read it.
+least recently used first. Within an answer, where nothing parts from it, the later one takes the place of the
+earlier one. None goes that is *held*, for a peer to read it.
 """
 
 from __future__ import annotations
@@ -145,14 +146,21 @@ class CheckpointPool:
         if found is not None:
             self._likely[digest] = found._replace(num_uses=found.num_uses + 1)
 
-    def leave(self, digest: bytes) -> None:
+    def leave(self, digest: bytes, *, is_within_answer: bool) -> None:
         """Note that its sequence has a later checkpoint than the one behind a block, if that is there.
 
-        One that several sequences have used stays as likely as it is.
+        One that several sequences have used stays as likely as it is. One within an answer that none has used
+        is free, so that the next one is written to memory that is in use already.
         """
         found = self._likely.get(digest)
-        if found is not None and found.num_uses < _MANY_USES:
-            self._unlikely[digest] = self._likely.pop(digest)
+        if found is None or found.num_uses >= _MANY_USES:
+            return
+        del self._likely[digest]
+        if is_within_answer and not found.num_uses:
+            self._note_gone(found)
+            self._free.append(found.checkpoint)
+        else:
+            self._unlikely[digest] = found
 
     def forget_contents(self) -> None:
         """Make all checkpoints that can be found free, but for those that are held."""

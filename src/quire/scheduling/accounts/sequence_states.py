@@ -55,6 +55,7 @@ class SequenceStates:
         self._end = np.zeros(num_slots, dtype=np.int32)  # of the full blocks that it began with, in tokens
         self._fork = np.zeros(num_slots, dtype=np.int32)  # in tokens; 0: none
         self._newest: list[bytes] = [b""] * num_slots  # digest before its newest checkpoint
+        self._has_answer = np.zeros(num_slots, dtype=bool)  # whether that is one of an answer
         self._pending: dict[int, list[_Save]] = {}  # by step
 
     # -- chunks --------------------------------------------------------------------------------------------
@@ -125,6 +126,7 @@ class SequenceStates:
         self._fork[slot] = prefix.num_findable * self.kv.block_size
         key = self.kv.key(request.request_id, prefix.num_full - 1) if prefix.checkpoint >= 0 else None
         self._newest[slot] = b"" if key is None else key.digest
+        self._has_answer[slot] = False
         self.pool.touch(self._newest[slot])
 
     def copies(
@@ -195,8 +197,9 @@ class SequenceStates:
                 continue
             goes_on = bool(num_tokens >= self._end[slot])
             if goes_on:
-                self.pool.leave(self._newest[slot])
+                self.pool.leave(self._newest[slot], is_within_answer=bool(self._has_answer[slot]))
                 self._newest[slot] = key.digest
+                self._has_answer[slot] = num_tokens > self._end[slot]
             is_likely = goes_on or num_tokens == self._fork[slot]
             self.pool.keep(checkpoint, key, is_likely=is_likely)
 
