@@ -7,7 +7,7 @@ target_link_libraries(quire_kernels PUBLIC Threads::Threads)
 set(warnings -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized)
 target_compile_options(quire_kernels PRIVATE ${warnings})
 
-set(rooms packing linear linear_groups linear_groups_int8 attention key_masses elementwise rotary recurrence sampling table)
+set(rooms packing linear linear_groups linear_groups_int8 attention key_masses elementwise rotary recurrence routing sampling table)
 # A set with a base has rooms of its own for some kernels, and takes the others from its base.
 set(rooms_amx linear attention table)
 set(base_amx avx512bf16)

@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "packing.h"
 #include "recurrence.h"
+#include "routing.h"
 #include "sampling.h"
 
 namespace quire {
@@ -28,6 +29,7 @@ struct Kernels {
   void (*conv)(const ConvCall&, ThreadPool&);
   void (*delta_rule)(const DeltaRuleCall&, ThreadPool&);
   void (*scan)(const ScanCall&, ThreadPool&);
+  void (*route)(const RoutingCall&, ThreadPool&);
   void (*largest)(const LargestCall&, ThreadPool&);
   void (*likeliest)(const LikeliestCall&, ThreadPool&);
   void (*sum_exp)(const SumExpCall&, ThreadPool&);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from quire.kernels.layers.weights import (
     quantize_int4,
     quantize_int8,
 )
+from quire.kernels.reference import ReferenceKernels
 
 ROWS, EXPERTS, CHOSEN = 200, 6, 3  # an expert gets more rows than a block has
 
@@ -139,6 +141,71 @@ def test_experts(
         out = torch.full((count, 2 * hidden), torch.nan, dtype=dtype)[:, :hidden]
         experts(rows[part].clone(), scores[part].clone(), out=out)
         assert torch.equal(out, result[part])
+
+
+def _vector(seed: int) -> torch.Tensor:
+    return _random(EXPERTS, seed=seed).abs()
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax, normalized": {"normalize": True},
+    "softmax, scaled": {"scale": 2.5, "correction": _vector(1) / 4},
+    "softmax, groups": {"num_groups": 3, "groups_per_token": 2, "normalize": True},
+    "softmax, scales of experts": {"expert_scales": _vector(2), "normalize": True},
+    "sigmoid": {"scoring": "sigmoid"},
+    "sigmoid, corrected": {"scoring": "sigmoid", "correction": _vector(3), "normalize": True, "scale": 1.8},
+    "sigmoid, groups": {
+        "scoring": "sigmoid", "correction": _vector(4), "num_groups": 2, "groups_per_token": 1, "scale": 2.5
+    },
+    "sigmoid, groups of one": {"scoring": "sigmoid", "num_groups": 6, "groups_per_token": 4},
+    "sparsemixer": {"scoring": "sparsemixer", "jitter": 0.1},
+}  # fmt: skip
+
+
+@on_instruction_sets(
+    mixture=list(MIXTURES), chosen=[1, CHOSEN], dtype=[torch.float32, torch.bfloat16]
+)  # fmt: skip
+def test_experts_are_chosen_as_the_reference_does(
+    instruction_set: str, mixture: str, chosen: int, dtype: torch.dtype
+) -> None:
+    wanted = Mixture(EXPERTS, chosen, activation="silu", **({"normalize": False} | MIXTURES[mixture]))
+    weights = _weights("float32", 64, 48, biased=True)
+    rows = _random(ROWS, 64, seed=1)
+    scores = _random(ROWS, 2 * EXPERTS, seed=2, dtype=dtype)[:, EXPERTS:]
+    scores[:20] = scores[:20].round()  # of equals the first is chosen
+    found = PackedExperts(weights, wanted, dtype=torch.float32)(rows, scores)
+    expected = ExpertByExpert(weights, wanted, ReferenceKernels(), dtype=torch.float32)(rows, scores)
+    same = (found - expected).abs().amax(1) <= 1e-5 * expected.abs().max()
+    assert same[20:].all()
+    assert mixture == "sparsemixer" or found[:20].isfinite().all()
+    alone = PackedExperts(weights, wanted, dtype=torch.float32)(rows[3:4], scores[3:4])
+    assert torch.equal(alone, found[3:4])
+
+
+@on_instruction_sets(
+    scoring=["softmax", "sigmoid", "sparsemixer"], unsound=[torch.nan, torch.inf, -torch.inf]
+)
+def test_unsound_scores_concern_their_row_only(instruction_set: str, scoring: str, unsound: float) -> None:
+    wanted = Mixture(EXPERTS, CHOSEN, normalize=True, activation="silu", scoring=scoring)
+    experts = PackedExperts(_weights("float32", 64, 48, biased=True), wanted, dtype=torch.float32)
+    rows, scores = _random(ROWS, 64, seed=1), _random(ROWS, EXPERTS, seed=2)
+    expected = experts(rows, scores)
+    for places in (slice(2, 3), slice(None)):
+        scores[5, places] = unsound
+        found = experts(rows, scores)
+        assert torch.equal(found[:5], expected[:5])
+        assert torch.equal(found[6:], expected[6:])
+
+
+def test_a_choice_that_cannot_be_made_is_refused() -> None:
+    weights = _weights("float32", 64, 48, biased=False)
+    for wrong in ({"num_groups": 4}, {"num_groups": 3, "groups_per_token": 4}):
+        mixture = Mixture(EXPERTS, CHOSEN, normalize=False, activation="silu", **wrong)
+        with pytest.raises(ValueError, match=f"from . of {wrong['num_groups']} groups"):
+            PackedExperts(weights, mixture, dtype=torch.float32)
+    with pytest.raises(ValueError, match="7 of 6 experts are chosen"):
+        PackedExperts(weights, Mixture(EXPERTS, 7, normalize=False, activation="silu"), dtype=torch.float32)
 
 
 def test_no_rows() -> None:

@@ -52,20 +52,22 @@ struct PackedExperts {
   std::vector<const char*> gate_up_panels, down_panels;
   const float *gate_up_bias, *down_bias;
   Activation activation;
+  Routing routing;
 
   PackedExperts(const std::vector<PackedWeight>& gate_ups, const std::vector<PackedWeight>& downs, uintptr_t gate_up_bias,
-                uintptr_t down_bias, int activation)
+                uintptr_t down_bias, int activation, const Routing& routing)
       : gate_up(gate_ups.at(0)),
         down(downs.at(0)),
         gate_up_bias(at_address<const float>(gate_up_bias)),
         down_bias(at_address<const float>(down_bias)),
-        activation(static_cast<Activation>(activation)) {
+        activation(static_cast<Activation>(activation)),
+        routing(routing) {
     for (const PackedWeight& weight : gate_ups) gate_up_panels.push_back(weight.panels);
     for (const PackedWeight& weight : downs) down_panels.push_back(weight.panels);
   }
 
-  void compute(uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t chosen, uintptr_t weights,
-               int64_t num_chosen, uintptr_t out, int out_type, int64_t out_stride) const {
+  void compute(uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t scores, int score_type,
+               int64_t score_stride, uintptr_t out, int out_type, int64_t out_stride) const {
     perform([=](Context& context) {
       ExpertsCall call = {&gate_up,
                           &down,
@@ -79,18 +81,40 @@ struct PackedExperts {
                           static_cast<DType>(row_type),
                           row_stride,
                           num_rows,
-                          at_address<const int64_t>(chosen),
-                          at_address<const float>(weights),
-                          num_chosen,
+                          nullptr,
+                          nullptr,
+                          routing.num_chosen,
                           at_address<void>(out),
                           static_cast<DType>(out_type),
                           out_stride,
                           nullptr};
-      call.scratch = context.scratch(experts_scratch(call));
+      const int64_t pairs = num_rows * routing.num_chosen, own = round_up(experts_scratch(call), kLine);
+      call.scratch = context.scratch(own + pairs * (sizeof(int64_t) + sizeof(float)));
+      auto* chosen = reinterpret_cast<int64_t*>(call.scratch + own);
+      auto* weights = reinterpret_cast<float*>(chosen + pairs);
+      context.kernels().route({&routing, at_address<const void>(scores), static_cast<DType>(score_type), score_stride, num_rows,
+                               chosen, weights},
+                              context.pool());
+      call.chosen = chosen;
+      call.weights = weights;
       experts(call, context.kernels(), context.pool());
     });
   }
 };
+
+Routing make_routing(int scoring, int64_t num_experts, int64_t num_chosen, bool normalize, float jitter, uintptr_t correction,
+                     int64_t num_groups, int64_t num_chosen_groups, float scale, uintptr_t expert_scales) {
+  return {static_cast<Scoring>(scoring),
+          num_experts,
+          num_chosen,
+          normalize,
+          jitter,
+          at_address<const float>(correction),
+          num_groups,
+          num_chosen_groups,
+          scale,
+          at_address<const float>(expert_scales)};
+}
 
 }  // namespace
 
@@ -122,11 +146,20 @@ void bind_linear(nb::module_& module) {
       .def("pack", &pack, "sources"_a, "gated_features"_a = 0, nb::call_guard<nb::gil_scoped_release>())
       .def("linear", &linear, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "bias"_a, "out"_a, "out_type"_a,
            "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.attr("MAX_EXPERTS") = kMaxExperts;
+  nb::enum_<Scoring>(module, "Scoring")
+      .value("softmax", Scoring::kSoftmax)
+      .value("sigmoid", Scoring::kSigmoid)
+      .value("sparsemixer", Scoring::kSparsemixer);
+  nb::class_<Routing>(module, "Routing")
+      .def(nb::new_(&make_routing), "scoring"_a, "num_experts"_a, "num_chosen"_a, "normalize"_a, "jitter"_a, "correction"_a,
+           "num_groups"_a, "num_chosen_groups"_a, "scale"_a, "expert_scales"_a);
   nb::class_<PackedExperts>(module, "PackedExperts")
-      .def(nb::init<const std::vector<PackedWeight>&, const std::vector<PackedWeight>&, uintptr_t, uintptr_t, int>(),
-           "gate_ups"_a, "downs"_a, "gate_up_bias"_a, "down_bias"_a, "activation"_a)
-      .def("compute", &PackedExperts::compute, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "chosen"_a, "weights"_a,
-           "num_chosen"_a, "out"_a, "out_type"_a, "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+      .def(nb::init<const std::vector<PackedWeight>&, const std::vector<PackedWeight>&, uintptr_t, uintptr_t, int,
+                    const Routing&>(),
+           "gate_ups"_a, "downs"_a, "gate_up_bias"_a, "down_bias"_a, "activation"_a, "routing"_a)
+      .def("compute", &PackedExperts::compute, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "scores"_a,
+           "score_type"_a, "score_stride"_a, "out"_a, "out_type"_a, "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def(
       "packed_bytes",
       [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {

@@ -18,6 +18,7 @@ void rotary_and_write_kv(const RotaryCall& call, ThreadPool& pool);
 void conv(const ConvCall& call, ThreadPool& pool);
 void delta_rule(const DeltaRuleCall& call, ThreadPool& pool);
 void scan(const ScanCall& call, ThreadPool& pool);
+void route(const RoutingCall& call, ThreadPool& pool);
 void largest(const LargestCall& call, ThreadPool& pool);
 void likeliest(const LikeliestCall& call, ThreadPool& pool);
 void sum_exp(const SumExpCall& call, ThreadPool& pool);
@@ -51,6 +52,7 @@ const Kernels kKernels = {
     conv,
     delta_rule,
     scan,
+    route,
     largest,
     likeliest,
     sum_exp,

@@ -78,6 +78,30 @@ class PackedWeight:
         out_stride: int,
     ) -> None: ...
 
+MAX_EXPERTS: int = 1024
+
+class Scoring(enum.Enum):
+    softmax = 0
+
+    sigmoid = 1
+
+    sparsemixer = 2
+
+class Routing:
+    def __init__(
+        self,
+        scoring: int,
+        num_experts: int,
+        num_chosen: int,
+        normalize: bool,
+        jitter: float,
+        correction: int,
+        num_groups: int,
+        num_chosen_groups: int,
+        scale: float,
+        expert_scales: int,
+    ) -> None: ...
+
 class PackedExperts:
     def __init__(
         self,
@@ -86,6 +110,7 @@ class PackedExperts:
         gate_up_bias: int,
         down_bias: int,
         activation: int,
+        routing: Routing,
     ) -> None: ...
     def compute(
         self,
@@ -93,9 +118,9 @@ class PackedExperts:
         row_type: int,
         row_stride: int,
         num_rows: int,
-        chosen: int,
-        weights: int,
-        num_chosen: int,
+        scores: int,
+        score_type: int,
+        score_stride: int,
         out: int,
         out_type: int,
         out_stride: int,

@@ -10,9 +10,17 @@ from typing_extensions import override
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear import GATED_COLUMNS, PackedMatrix, row_numbers
-from quire.kernels.cpu.tensors import address
+from quire.kernels.cpu.tensors import (
+    Form,
+    address,
+    check_vector,
+    checked_once,
+    float_type,
+    form_of,
+    row_stride,
+)
 from quire.kernels.devices.memory import WeightMemory
-from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture, choose_experts
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.weights import num_rows
 
 _ACTIVATIONS = {kind.name: kind.value for kind in _native.Activation}
@@ -70,6 +78,7 @@ class PackedExperts(Experts):
             address(self._gate_up_bias),
             address(self._down_bias),
             _ACTIVATIONS[mixture.activation],
+            _routing(mixture),
         )
 
     def _check_last(self, inner: int) -> None:
@@ -92,7 +101,6 @@ class PackedExperts(Experts):
     def __call__(
         self, rows: torch.Tensor, scores: torch.Tensor, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weights, chosen = choose_experts(scores, self._mixture)
         if out is None:
             out = rows.new_empty(rows.shape)
         row_type, stride, count, out_type, out_stride = row_numbers(
@@ -101,24 +109,55 @@ class PackedExperts(Experts):
             self._hidden,
             self._hidden,
         )
-        if scores.shape != (count, self._mixture.num_experts):
-            raise ValueError(
-                f"scores are {list(scores.shape)}; they must be {[count, self._mixture.num_experts]}"
-            )
-        weights, chosen = weights.contiguous(), chosen.contiguous()
+        score_type, score_stride = _score_numbers(
+            (scores.shape, scores.stride(), scores.dtype, scores.is_cpu), count, self._mixture.num_experts
+        )
         self._native.compute(
             rows.data_ptr(),
             row_type,
             stride,
             count,
-            chosen.data_ptr(),
-            weights.data_ptr(),
-            chosen.shape[1],
+            scores.data_ptr(),
+            score_type,
+            score_stride,
             out.data_ptr(),
             out_type,
             out_stride,
         )
         return out
+
+
+def _routing(mixture: Mixture) -> _native.Routing:
+    """Return how experts are chosen; the tensors stay the mixture's."""
+    count, k = mixture.num_experts, mixture.experts_per_token
+    groups, groups_per_token = mixture.num_groups, mixture.groups_per_token
+    if not 1 <= k <= count <= _native.MAX_EXPERTS or count % groups or not 1 <= groups_per_token <= groups:
+        raise ValueError(
+            f"{k} of {count} experts are chosen, from {groups_per_token} of {groups} groups; there must be at "
+            f"most {_native.MAX_EXPERTS} experts, as many in each group, and not more chosen than there are"
+        )
+    for name in ("correction", "expert_scales"):
+        tensor = getattr(mixture, name)
+        if tensor is not None:
+            check_vector(name, form_of(tensor), count)
+    return _native.Routing(
+        _native.Scoring[mixture.scoring].value,
+        count,
+        k,
+        mixture.normalize,
+        mixture.jitter,
+        address(mixture.correction),
+        groups,
+        groups_per_token,
+        mixture.scale,
+        address(mixture.expert_scales),
+    )
+
+
+@checked_once
+def _score_numbers(scores: Form, num_rows: int, num_experts: int) -> tuple[int, int]:
+    """Return the type and the stride of scores."""
+    return float_type("scores", scores), row_stride("scores", scores, (num_rows, num_experts))
 
 
 def _by_turns(bias: torch.Tensor, inner: int) -> torch.Tensor:

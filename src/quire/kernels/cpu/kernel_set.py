@@ -104,7 +104,8 @@ class NativeKernels(KernelSet):
         weights = iter(weights)
         first = next(weights)
         weights = itertools.chain((first,), weights)
-        if not mixture.is_gated or any(is_reordered(part) for part in (*first.gate_up, *first.down)):
+        is_reordering = any(is_reordered(part) for part in (*first.gate_up, *first.down))
+        if not mixture.is_gated or is_reordering or mixture.num_experts > _native.MAX_EXPERTS:
             return ExpertByExpert(weights, mixture, self, **options)
         return PackedExperts(weights, mixture, **options)
 
