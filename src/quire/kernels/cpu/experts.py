@@ -133,8 +133,8 @@ def _routing(mixture: Mixture) -> _native.Routing:
     groups, groups_per_token = mixture.num_groups, mixture.groups_per_token
     if not 1 <= k <= count <= _native.MAX_EXPERTS or count % groups or not 1 <= groups_per_token <= groups:
         raise ValueError(
-            f"{k} of {count} experts are chosen, from {groups_per_token} of {groups} groups; there must be at "
-            f"most {_native.MAX_EXPERTS} experts, as many in each group, and not more chosen than there are"
+            f"{k} of {count} experts are chosen, from {groups_per_token} of {groups} groups; there must be "
+            f"at most {_native.MAX_EXPERTS} experts, as many in each group, and no more chosen than there are"
         )
     for name in ("correction", "expert_scales"):
         tensor = getattr(mixture, name)

@@ -97,8 +97,7 @@ class AttentionConfig(SubLayerConfig):
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         kv_heads = shard.kv_heads(self.num_heads, self.num_kv_heads)
         pairs = self.rope.rotary_dim // 2 if self.is_interleaved and self.rope is not None else 0
-        query_size = self.head_dim * (1 + self.is_gated)
-        query = head_section(self.num_heads, query_size, shard.query_heads(self.num_heads), pairs)
+        query = self._query_section(shard.query_heads(self.num_heads), pairs)
         key = head_section(self.num_kv_heads, self.head_dim, kv_heads, pairs)
         value = head_section(self.num_kv_heads, self.value_size, kv_heads)
         sections = {"q": query}
@@ -163,13 +162,25 @@ class AttentionConfig(SubLayerConfig):
             )
         check_heads_divisible(self.num_heads, size, "query heads")
 
+    def _query_section(self, held: Sequence[int], pairs: int) -> Section:
+        """Return the rows of the queries of some heads, behind those of their gates if there are any.
+
+        In checkpoints, each head's gate follows its query.
+        """
+        if not self.is_gated:
+            return head_section(self.num_heads, self.head_dim, held, pairs)
+        gates = head_section(2 * self.num_heads, self.head_dim, [2 * head + 1 for head in held])
+        length, queries = head_section(2 * self.num_heads, self.head_dim, [2 * head for head in held], pairs)
+        return length, (*gates[1], *queries)
+
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
         qkv = self.num_heads * self.head_dim
         if self.kv_source is None:
             qkv += self.num_kv_heads * (self.head_dim + self.value_size)
-        gated = {"gated_qkv": (qkv + self.num_heads * self.head_dim,)} if self.is_gated else {}
-        return {"qkv": (qkv,), "attended": (self.num_heads, self.value_size), **gated}
+        if self.is_gated:
+            qkv += self.num_heads * self.head_dim
+        return {"qkv": (qkv,), "attended": (self.num_heads, self.value_size)}
 
     @override
     def peak_bytes(self, step: StepSizes) -> int:
@@ -294,12 +305,12 @@ class Attention(SubLayer):
         kv, batch = self._keys_and_values(step, buffers)
         cos, sin = (None, None) if self._rope is None else step.angles[self._rope]
         query_scale = None if self._rope is None else step.query_scales[self._rope]
+        qkv = buffers["qkv"]
+        has_values = config.kv_source is not None or config.value_norm != "key"
+        self.qkv(inputs, out=qkv if has_values else qkv[:, : self.qkv.out_features])
         if config.is_gated:
-            qkv, gate = self._split_gate(self.qkv(inputs, out=buffers["gated_qkv"]), buffers["qkv"])
-        else:
-            qkv = buffers["qkv"]
-            has_values = config.kv_source is not None or config.value_norm != "key"
-            self.qkv(inputs, out=qkv if has_values else qkv[:, : self.qkv.out_features])
+            size = config.num_heads * config.head_dim
+            gate, qkv = qkv[:, :size].view(-1, config.num_heads, config.head_dim), qkv[:, size:]
         if config.kv_source is None:
             if self._v_norm is not None:
                 self._normalize_values(qkv, self._v_norm)
@@ -353,14 +364,6 @@ class Attention(SubLayer):
             source = qkv[:, start + head * size : start + (head + 1) * size]
             own = values[:, head * size : (head + 1) * size]
             self._kernels.rms_norm(source, weight, eps=self._eps, out=own)
-
-    def _split_gate(self, gated: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy queries, keys and values to `qkv`; return it, and each head's gate [T, heads, head_dim]."""
-        heads, size = self._config.num_heads, self._config.head_dim
-        pairs, rest = gated[:, : 2 * heads * size].view(-1, heads, 2, size), gated[:, 2 * heads * size :]
-        qkv[:, : heads * size].view(-1, heads, size).copy_(pairs[:, :, 0])
-        qkv[:, heads * size :].copy_(rest)
-        return qkv, pairs[:, :, 1]
 
 
 def _check(config: AttentionConfig, loader: LayerLoader) -> None:
