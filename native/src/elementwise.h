@@ -90,7 +90,7 @@ struct RotaryCall {
   int64_t num_rows;
   int64_t row_stride;
   int64_t num_heads;
-  int64_t num_kv_heads;
+  int64_t num_kv_heads;  // 0: there are queries only, and no cache
   int64_t head_dim;
   int64_t value_dim;
   const float* cos;  // [num_rows, half]; feature i of a head turns with feature i + half; null: no rotation

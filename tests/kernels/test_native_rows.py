@@ -128,7 +128,7 @@ def test_gated_activation(instruction_set: str, activation: str, dtype: torch.dt
 @on_instruction_sets(dtype=DTYPES, size=[1, 31, 64, 200], heads=[1, 3])
 def test_gates(instruction_set: str, dtype: torch.dtype, size: int, heads: int) -> None:
     rows, weight = _random(70, heads, size, dtype=dtype), _random(size, seed=1)
-    gates = _view((_random(70, 2 * heads * size, dtype=dtype, seed=2) * 4)).view(70, heads, 2, size)[:, :, 1]
+    gates = _view(_random(70, 2 * heads * size, dtype=dtype, seed=2) * 4).view(70, heads, 2, size)[:, :, 1]
     normed = reference.rms_norm(rows.float().view(-1, size), weight, eps=1e-5).view(rows.shape)
     sigmoid = torch.sigmoid(gates.double())
     for activation, factor in (("silu", gates.double() * sigmoid), ("sigmoid", sigmoid)):
@@ -194,6 +194,23 @@ def test_rows_keep_their_bits_in_any_company(instruction_set: str, dtype: torch.
         _assert_rows_keep_their_bits(
             lambda part, activation=activation: native.gated_activation(part, activation), rows
         )
+
+
+@on_instruction_sets(dtype=DTYPES, head_dim=[16, 72], half=[0, 5, 8], norm=["", "head", "row"])
+def test_rotary(instruction_set: str, dtype: torch.dtype, head_dim: int, half: int, norm: str) -> None:
+    rows, angles = _random(40, 3 * head_dim, dtype=dtype), _random(40, half, seed=1)
+    cos, sin = (angles.cos(), angles.sin()) if half else (None, None)
+    weight = _random(head_dim * (3 if norm == "row" else 1), seed=2) if norm else None
+    options = {"head_dim": head_dim, "norm": weight, "eps": 1e-5}
+    expected = reference.rotary(rows.clone(), cos=cos, sin=sin, **options)
+    found = rows.clone()
+    assert native.rotary(found, cos=cos, sin=sin, **options).data_ptr() == found.data_ptr()
+    error = (found.view(expected.shape).float() - expected.float()).abs()
+    largest = expected.float().abs().amax(-1, keepdim=True)  # differences of products may cancel
+    assert (error <= 2 * RELATIVE[dtype] * largest + SMALLEST).all()
+    one = (None, None) if cos is None or sin is None else (cos[3:4], sin[3:4])
+    alone = native.rotary(rows[3:4].clone(), cos=one[0], sin=one[1], **options)
+    assert torch.equal(alone[0].flatten(), found[3])
 
 
 # -- rotary embedding and the cache -------------------------------------------------------------------------

@@ -221,6 +221,17 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
             "eps": 1e-5,
         },
     ),
+    "rotary": (
+        _method("rotary"),
+        lambda: {
+            "states": _random(5, 96),
+            "head_dim": 32,
+            "cos": _random(5, 12),
+            "sin": _random(5, 12),
+            "norm": _random(32),
+            "eps": 1e-5,
+        },
+    ),
     "rotary_and_write_kv": (_method("rotary_and_write_kv"), lambda: _rotary(torch.float32)),
     "rotary_and_write_int8": (_method("rotary_and_write_kv"), lambda: _rotary(torch.int8)),
     "paged_attention": (_method("paged_attention"), _attention),

@@ -72,6 +72,26 @@ void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num
   });
 }
 
+void rotary(uintptr_t states, int type, int64_t num_rows, int64_t row_stride, int64_t num_heads, int64_t head_dim, uintptr_t cos,
+            uintptr_t sin, int64_t half, uintptr_t norm, int64_t norm_size, float eps) {
+  perform([=](Context& context) {
+    RotaryCall call{};
+    call.qkv = at_address<void>(states);
+    call.type = static_cast<DType>(type);
+    call.num_rows = num_rows;
+    call.row_stride = row_stride;
+    call.num_heads = num_heads;
+    call.head_dim = head_dim;
+    call.cos = at_address<const float>(cos);
+    call.sin = at_address<const float>(sin);
+    call.half = half;
+    call.q_norm = at_address<const float>(norm);
+    call.q_norm_size = norm_size;
+    call.eps = eps;
+    context.kernels().rotary_and_write_kv(call, context.pool());
+  });
+}
+
 }  // namespace
 
 void bind_elementwise(nb::module_& module) {
@@ -91,6 +111,8 @@ void bind_elementwise(nb::module_& module) {
   module.def("rotary_and_write_kv", &rotary_and_write_kv, "kv"_a, "qkv"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_heads"_a,
              "cos"_a, "sin"_a, "half"_a, "q_norm"_a, "k_norm"_a, "q_norm_size"_a, "k_norm_size"_a, "eps"_a, "blocks"_a,
              "offsets"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("rotary", &rotary, "states"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_heads"_a, "head_dim"_a, "cos"_a, "sin"_a,
+             "half"_a, "norm"_a, "norm_size"_a, "eps"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

@@ -104,6 +104,7 @@ void rotate_and_write_rows(const RotaryCall& call, ThreadPool& pool) {
         rotate_head(queries + head * call.head_dim, call.cos + row * call.half, call.sin + row * call.half, call.half);
       }
     }
+    if (call.num_kv_heads == 0) return;
     write_heads(call, keys, call.head_dim, call.keys, row);
     if (has_values) write_heads(call, values, call.value_dim, call.values, row);
   });

@@ -271,6 +271,20 @@ def rotary_and_write_kv(
     blocks: int,
     offsets: int,
 ) -> None: ...
+def rotary(
+    states: int,
+    type: int,
+    num_rows: int,
+    row_stride: int,
+    num_heads: int,
+    head_dim: int,
+    cos: int,
+    sin: int,
+    half: int,
+    norm: int,
+    norm_size: int,
+    eps: float,
+) -> None: ...
 
 MAX_TAPS: int = 64
 

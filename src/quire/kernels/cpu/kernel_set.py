@@ -20,10 +20,11 @@ from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_sco
 from quire.kernels.cpu.linear import linear_of
 from quire.kernels.cpu.programs import NativePrograms, refuse_recording
 from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule, selective_scan
-from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
+from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_numbers, rotary_step
 from quire.kernels.cpu.sampling import NativeScans
 from quire.kernels.cpu.tensors import (
     Form,
+    address,
     check_contiguous,
     check_on_cpu,
     check_vector,
@@ -271,6 +272,38 @@ class NativeKernels(KernelSet):
         )
         shape = step.num_rows, heads.num_heads, heads.head_dim
         return qkv.as_strided(shape, (stride, heads.head_dim, 1))
+
+    @override
+    def rotary(
+        self,
+        states: torch.Tensor,
+        *,
+        head_dim: int,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        kind, num_rows, stride, num_heads, half, norm_size = rotary_numbers(
+            form_of(states),
+            *(None if tensor is None else form_of(tensor) for tensor in (cos, sin, norm)),
+            head_dim,
+        )
+        _native.rotary(
+            states.data_ptr(),
+            kind,
+            num_rows,
+            stride,
+            num_heads,
+            head_dim,
+            address(cos),
+            address(sin),
+            half,
+            address(norm),
+            norm_size,
+            eps,
+        )
+        return states.view(num_rows, num_heads, head_dim)
 
     @override
     def paged_attention(
