@@ -24,6 +24,7 @@ struct Kernels {
   void (*norm)(const NormCall&, ThreadPool&);
   void (*gated_activation)(const GatedActivationCall&, ThreadPool&);
   void (*gate)(const GateCall&, ThreadPool&);
+  void (*soft_cap)(const SoftCapCall&, ThreadPool&);
   void (*combine)(const CombineCall&, ThreadPool&);
   void (*rotary_and_write_kv)(const RotaryCall&, ThreadPool&);
   void (*conv)(const ConvCall&, ThreadPool&);

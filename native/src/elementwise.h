@@ -59,6 +59,13 @@ struct GateCall {
   float eps;
 };
 
+// numbers = cap * tanh(numbers / cap).
+struct SoftCapCall {
+  float* numbers;
+  int64_t count;
+  float cap;
+};
+
 // out [num_rows, num_features]: of each row, the sum of parts in float32, in order, each times its weight.
 struct CombineCall {
   const float* parts;     // [any number, num_features]

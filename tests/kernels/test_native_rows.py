@@ -196,6 +196,18 @@ def test_rows_keep_their_bits_in_any_company(instruction_set: str, dtype: torch.
         )
 
 
+@on_instruction_sets(count=[1, 15, 40_000])
+def test_soft_cap(instruction_set: str, count: int) -> None:
+    logits = _random(2, count) * 40
+    logits[0, 0], logits[1, -1] = float("inf"), -3e38
+    found = logits.clone()
+    native.soft_cap(found, 30.0)
+    torch.testing.assert_close(found.double(), 30 * torch.tanh(logits.double() / 30), rtol=1e-6, atol=3e-5)
+    with threads(2):
+        native.soft_cap(logits, 30.0)
+    assert torch.equal(logits, found)
+
+
 @on_instruction_sets(dtype=DTYPES, head_dim=[16, 72], half=[0, 5, 8], norm=["", "head", "row"])
 def test_rotary(instruction_set: str, dtype: torch.dtype, head_dim: int, half: int, norm: str) -> None:
     rows, angles = _random(40, 3 * head_dim, dtype=dtype), _random(40, half, seed=1)

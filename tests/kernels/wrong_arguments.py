@@ -221,6 +221,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
             "eps": 1e-5,
         },
     ),
+    "soft_cap": (_method("soft_cap"), lambda: {"logits": _random(5, 40), "cap": 30.0}),
     "rotary": (
         _method("rotary"),
         lambda: {

@@ -43,6 +43,10 @@ void gate(uintptr_t rows, uintptr_t gate, int type, bool has_silu, int64_t num_t
   });
 }
 
+void soft_cap(uintptr_t numbers, int64_t count, float cap) {
+  perform([=](Context& context) { context.kernels().soft_cap({at_address<float>(numbers), count, cap}, context.pool()); });
+}
+
 void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num_rows, int64_t row_stride, int64_t num_heads,
                          uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t q_norm, uintptr_t k_norm, int64_t q_norm_size,
                          int64_t k_norm_size, float eps, uintptr_t blocks, uintptr_t offsets) {
@@ -108,6 +112,7 @@ void bind_elementwise(nb::module_& module) {
   module.def("gate", &gate, "rows"_a, "gate"_a, "type"_a, "has_silu"_a, "num_tokens"_a, "num_heads"_a, "num_features"_a,
              "token_stride"_a, "head_stride"_a, "feature_stride"_a, "norm_weight"_a, "eps"_a,
              nb::call_guard<nb::gil_scoped_release>());
+  module.def("soft_cap", &soft_cap, "numbers"_a, "count"_a, "cap"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def("rotary_and_write_kv", &rotary_and_write_kv, "kv"_a, "qkv"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_heads"_a,
              "cos"_a, "sin"_a, "half"_a, "q_norm"_a, "k_norm"_a, "q_norm_size"_a, "k_norm_size"_a, "eps"_a, "blocks"_a,
              "offsets"_a, nb::call_guard<nb::gil_scoped_release>());

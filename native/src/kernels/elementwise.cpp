@@ -131,6 +131,15 @@ void gate(const GateCall& call, ThreadPool& pool) {
   }
 }
 
+void soft_cap(const SoftCapCall& call, ThreadPool& pool) {
+  parallel_for(pool, ceil_div(call.count, kNumbersPerTask), [&](int64_t task, int) {
+    const int64_t end = min((task + 1) * kNumbersPerTask, call.count);
+    for (int64_t i = task * kNumbersPerTask; i < end; i += kLanes) {
+      store_left(call.numbers + i, tanh(load_left(call.numbers + i, end - i) / call.cap) * call.cap, end - i);
+    }
+  });
+}
+
 void combine(const CombineCall& call, ThreadPool& pool) {
   switch (call.out_type) {
     case DType::kBFloat16: return combine_rows<bf16>(call, pool);

@@ -13,6 +13,7 @@ void masses(const AttentionCall& call, const KeySelection& selection, double* to
 void norm(const NormCall& call, ThreadPool& pool);
 void gated_activation(const GatedActivationCall& call, ThreadPool& pool);
 void gate(const GateCall& call, ThreadPool& pool);
+void soft_cap(const SoftCapCall& call, ThreadPool& pool);
 void combine(const CombineCall& call, ThreadPool& pool);
 void rotary_and_write_kv(const RotaryCall& call, ThreadPool& pool);
 void conv(const ConvCall& call, ThreadPool& pool);
@@ -47,6 +48,7 @@ const Kernels kKernels = {
     norm,
     gated_activation,
     gate,
+    soft_cap,
     combine,
     rotary_and_write_kv,
     conv,

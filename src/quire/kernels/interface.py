@@ -196,6 +196,10 @@ class KernelSet(ABC):
         result = ACTIVATIONS[activation](rows.float()).to(rows.dtype)
         return result if out is None else out.copy_(result)
 
+    def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """Replace logits, float32 and contiguous, by cap * tanh(logits / cap), and return them."""
+        return logits.div_(cap).tanh_().mul_(cap)
+
     @abstractmethod
     def rotary_and_write_kv(
         self,

@@ -236,8 +236,7 @@ class Decoder:
         if self.config.logits_divisor != 1.0:
             logits /= self.config.logits_divisor
         if self.config.logits_softcap:
-            cap = self.config.logits_softcap
-            logits.div_(cap).tanh_().mul_(cap)
+            logits = self.kernels.soft_cap(logits, self.config.logits_softcap)
         return logits
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

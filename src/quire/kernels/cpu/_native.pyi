@@ -253,6 +253,7 @@ def gate(
     norm_weight: int,
     eps: float,
 ) -> None: ...
+def soft_cap(numbers: int, count: int, cap: float) -> None: ...
 def rotary_and_write_kv(
     kv: KVLayer,
     qkv: int,

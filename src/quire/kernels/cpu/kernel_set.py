@@ -216,6 +216,14 @@ class NativeKernels(KernelSet):
         return rows
 
     @override
+    def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        if logits.dtype is not torch.float32:
+            raise TypeError(f"logits are {logits.dtype}; they must be float32")
+        check_contiguous("logits", form_of(logits), tuple(logits.shape))
+        _native.soft_cap(logits.data_ptr(), logits.numel(), cap)
+        return logits
+
+    @override
     def rotary_and_write_kv(
         self,
         qkv: torch.Tensor,
