@@ -142,6 +142,7 @@ def test_gates(instruction_set: str, dtype: torch.dtype, size: int, heads: int) 
     single = _view(_random(70, heads, dtype=dtype, seed=3)).unsqueeze(2)
     expected = (rows.double() * torch.sigmoid(single.double())).to(dtype)
     _assert_close(native.apply_gate(rows.clone(), single, activation="sigmoid"), expected)
+    assert native.apply_gate(rows[:0].clone(), gates[:0], activation="sigmoid").shape == (0, heads, size)
     flat = native.apply_gate(rows[:, 0].clone(), single[:, 0], activation="sigmoid")
     _assert_close(flat, expected[:, 0])
 

@@ -18,9 +18,9 @@ from quire.kernels.cpu.tensors import (
     check_on_cpu,
     check_vector,
     checked_once,
-    contiguous_strides,
     float_type,
     form_of,
+    is_contiguous,
     row_stride,
     written_row_stride,
 )
@@ -281,7 +281,7 @@ def _memory_stride(state: Form, shape: tuple[int, int, int], num_states: int) ->
 def _state_stride(state: Form, shape: tuple[int, ...], num_states: int) -> int:
     """Return the elements from one state to the next."""
     sizes, strides = tuple(state[0]), state[1]
-    if sizes[1:] != shape or strides[1:] != contiguous_strides(shape) or strides[0] < math.prod(shape):
+    if sizes[1:] != shape or not is_contiguous(shape, strides[1:]) or strides[0] < math.prod(shape):
         raise ValueError(
             f"the state is {list(sizes)} with strides {strides}; it must be [states, "
             f"{', '.join(map(str, shape))}], and the numbers of a state adjacent"

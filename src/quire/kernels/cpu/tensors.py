@@ -79,14 +79,18 @@ def written_row_stride(name: str, form: Form, shape: tuple[int, ...]) -> int:
     return stride
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether numbers lie in order, as `torch.Tensor.is_contiguous` means it."""
+    is_next = all(
+        size == 1 or stride == math.prod(shape[axis + 1 :])
+        for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
+    )
+    return is_next or 0 in shape
 
 
 def check_contiguous(name: str, form: Form, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless a tensor has this shape, and is contiguous and on the CPU."""
-    if form[0] != shape or form[1] != contiguous_strides(shape):
+    if form[0] != shape or not is_contiguous(shape, form[1]):
         raise ValueError(
             f"{name} is {list(form[0])} with strides {form[1]}; it must be {list(shape)} and contiguous"
         )

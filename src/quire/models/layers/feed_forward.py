@@ -106,6 +106,7 @@ class FeedForward(SubLayer):
         self.gate_up = _inner(config, loader)
         self.down = loader.linear("down", is_summed=True)
         self.output_gate = loader.linear("output_gate", is_quantized=False) if config.output_gate else None
+        self._kernels = loader.kernels
         if not self.gate_up.keeps_products:
             self.buffers["gate_up"] = (0,)
 
@@ -121,10 +122,10 @@ class FeedForward(SubLayer):
     ) -> torch.Tensor:
         inner = self.gate_up(inputs, products=buffers["gate_up"], out=buffers["inner"])
         result = self.down(inner, out=out)
-        if self.output_gate is not None:
-            gate = self.output_gate(inputs).float()
-            result.div_(gate.neg_().exp_().add_(1.0))  # times its sigmoid
-        return result
+        if self.output_gate is None:
+            return result
+        gate = self.output_gate(inputs, out=result.new_empty(len(result), 1))
+        return self._kernels.apply_gate(result, gate, activation="sigmoid")
 
 
 def _inner(config: FeedForwardConfig, loader: LayerLoader) -> GatedLinear:
