@@ -13,7 +13,7 @@ from quire.execution.persistent_batch import InconsistentPlanError, PersistentBa
 from quire.kernels.bounds import POOLED_TOKENS
 from quire.kernels.devices.device import array_to_device
 from quire.models.row_layers import DenseRows, through
-from quire.pooling_params import PoolingParams
+from quire.pooling_params import PoolingParams, PoolingType
 from quire.step import Int64Array, ModelRunnerOutput, SchedulerOutput
 
 _UNITS = {"mean": 2.0**-26, "weighted_mean": 2.0**-36}
@@ -75,33 +75,38 @@ class Pooler:
             InconsistentPlanError: positions are left out that a row depends on.
         """
         params = [self._params(slot) for slot in output.slots.tolist()]
-        kinds = np.array([one.pooling_type for one in params])
+        rows_of: dict[PoolingType, list[int]] = {}
+        for row, one in enumerate(params):
+            assert one.pooling_type is not None
+            rows_of.setdefault(one.pooling_type, []).append(row)
+        for kind, rows in rows_of.items():
+            self._check_positions(output, kind, rows)
+            if kind == "all":
+                self._take_in_all(output, rows, hidden)
+            else:
+                self._take_in(output, kind, np.array(rows), hidden)
         slots = output.slots.astype(np.int64)
-        is_new = (output.num_computed_tokens == 0) | (kinds == "last")
-        self._check_positions(output, kinds, np.flatnonzero(~is_new))
-        for is_kind, start in ((kinds == "max", -math.inf), (kinds != "max", 0.0)):
-            self._sums[array_to_device(slots[is_new & is_kind], hidden.device)] = start
-        self._take_in(output, kinds, hidden)
-        self._take_in_all(output, np.flatnonzero(kinds == "all"), hidden)
         self._next_positions[slots] = output.num_computed_tokens + output.num_tokens
         ended = np.flatnonzero(output.samples)
         if ended.size:
-            divisors = np.where(kinds == "mean", self._batch.num_prompt_tokens[slots], 1)[ended]
             pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu()
-            pooled /= torch.from_numpy(divisors)[:, None]
+            if "mean" in rows_of:
+                is_mean = np.array([params[row].pooling_type == "mean" for row in ended.tolist()])
+                divisors = np.where(is_mean, self._batch.num_prompt_tokens[slots[ended]], 1)
+                pooled /= torch.from_numpy(divisors)[:, None]
             if self._row_layers:
                 pooled = through(self._row_layers, pooled).double()
             for row, values in zip(ended.tolist(), pooled, strict=True):
-                is_of_tokens = kinds[row] == "all"
+                is_of_tokens = params[row].pooling_type == "all"
                 made = torch.cat(self._token_rows.pop(int(slots[row]))).double() if is_of_tokens else values
                 if self._activation and params[row].activation is not False:
                     made = _ACTIVATIONS[self._activation](made)
                 _report(result, output.request_ids[row], made.numpy(), params[row])
 
-    def _take_in_all(self, output: SchedulerOutput, rows: Int64Array, hidden: torch.Tensor) -> None:
+    def _take_in_all(self, output: SchedulerOutput, rows: Sequence[int], hidden: torch.Tensor) -> None:
         """Keep what the layers make of each token of the requests in `rows` of a step."""
         starts = np.cumsum(output.num_tokens) - output.num_tokens
-        for row in rows.tolist():
+        for row in rows:
             if not output.num_computed_tokens[row]:
                 self._token_rows[int(output.slots[row])] = []
             states = hidden[int(starts[row]) : int(starts[row] + output.num_tokens[row])]
@@ -120,45 +125,50 @@ class Pooler:
         ]
         return torch.from_numpy(np.concatenate(of_second).astype(np.int64))
 
-    def _take_in(self, output: SchedulerOutput, kinds: npt.NDArray[np.str_], hidden: torch.Tensor) -> None:
-        """Add the states [T, hidden] that count; `kinds` of pooling are by request."""
-        rows = np.repeat(np.arange(len(kinds)), output.num_tokens)
-        first_tokens = np.cumsum(output.num_tokens) - output.num_tokens
-        positions = np.arange(len(rows)) - (first_tokens - output.num_computed_tokens)[rows]
-        num_prompt = self._batch.num_prompt_tokens[output.slots]
-        counted_position = np.where(kinds == "last", num_prompt - 1, 0)
-        is_one = (kinds == "last") | (kinds == "cls")
-        is_added = ~is_one & (kinds != "all")
-        tokens = np.flatnonzero(is_added[rows] | is_one[rows] & (positions == counted_position[rows]))
-        for start in range(0, len(tokens), POOLED_TOKENS):
-            piece = tokens[start : start + POOLED_TOKENS]
-            for kind in dict.fromkeys(kinds[rows[piece]].tolist()):
-                own = piece[kinds[rows[piece]] == kind]
-                lengths = num_prompt[rows[own]]
-                shares = 2 * (positions[own] + 1) / (lengths * (lengths + 1))
-                states = hidden[array_to_device(own, hidden.device)].double()
-                self._add(kind, output.slots[rows[own]].astype(np.int64), states, shares)
+    def _take_in(
+        self, output: SchedulerOutput, kind: PoolingType, rows: Int64Array, hidden: torch.Tensor
+    ) -> None:
+        """Add the states [T, hidden] that count, of the requests in `rows`."""
+        counts, computed = output.num_tokens[rows], output.num_computed_tokens[rows]
+        slots = output.slots[rows].astype(np.int64)
+        num_prompt = self._batch.num_prompt_tokens[slots]
+        begins = slots if kind == "last" else slots[computed == 0]
+        self._sums[array_to_device(begins, hidden.device)] = -math.inf if kind == "max" else 0.0
+        starts = (np.cumsum(output.num_tokens) - output.num_tokens)[rows]  # of their tokens in the step
+        if kind in ("last", "cls"):
+            place = (num_prompt - 1 if kind == "last" else 0) - computed
+            owners = np.flatnonzero((place >= 0) & (place < counts))
+            places = place[owners]
+        else:
+            owners = np.repeat(np.arange(len(rows)), counts)
+            places = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+        for start in range(0, len(owners), POOLED_TOKENS):
+            piece = slice(start, start + POOLED_TOKENS)
+            own, place = owners[piece], places[piece]
+            states = hidden[array_to_device(starts[own] + place, hidden.device)].double()
+            lengths, position = num_prompt[own], computed[own] + place
+            shares = 2 * (position + 1) / (lengths * (lengths + 1))
+            self._add(kind, slots[own], states, shares)
 
     def _params(self, slot: int) -> PoolingParams:
         params = self._batch.running(slot).pooling_params
         assert params is not None
         return params
 
-    def _check_positions(
-        self, output: SchedulerOutput, kinds: npt.NDArray[np.str_], continued: Int64Array
-    ) -> None:
-        """Check that `continued` rows go on where their last chunk ended."""
-        expected = self._next_positions[output.slots]
-        for row in continued.tolist():
-            if output.num_computed_tokens[row] != expected[row]:
+    def _check_positions(self, output: SchedulerOutput, kind: PoolingType, rows: Sequence[int]) -> None:
+        """Check that those of `rows` that depend on earlier positions go on where their last chunk ended."""
+        if kind == "last":
+            return
+        for row in rows:
+            computed, expected = output.num_computed_tokens[row], self._next_positions[output.slots[row]]
+            if computed and computed != expected:
                 raise InconsistentPlanError(
-                    f"request {output.request_ids[row]!r} is pooled by {kinds[row]} and scheduled from token "
-                    f"{output.num_computed_tokens[row]}, with {expected[row]} pooled: its prompt must not "
-                    "come from a cache"
+                    f"request {output.request_ids[row]!r} is pooled by {kind} and scheduled from token "
+                    f"{computed}, with {expected} pooled: its prompt must not come from a cache"
                 )
 
     def _add(
-        self, kind: str, slots: Int64Array, states: torch.Tensor, shares: npt.NDArray[np.float64]
+        self, kind: PoolingType, slots: Int64Array, states: torch.Tensor, shares: npt.NDArray[np.float64]
     ) -> None:
         """Add states [N, hidden] float64 to the sums of their slots [N]; shares are of weighted means."""
         if kind == "max":

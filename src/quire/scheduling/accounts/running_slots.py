@@ -184,6 +184,12 @@ class RunningSlots:
         """Return which slots have all the tokens they may have: [slots]."""
         return self.num_tokens[slots] >= self.token_limit[slots]
 
+    def are_among(self, slots: IntArray, others: list[int]) -> BoolArray:
+        """Return which slots are among some others: [slots]."""
+        marks = np.zeros(len(self.num_tokens), dtype=bool)
+        marks[others] = True
+        return marks[slots]
+
     # -- drafts --------------------------------------------------------------------------------------------
 
     def propose(self, slots: IntArray, draft_ids: IntArray) -> None:

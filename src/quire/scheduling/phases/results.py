@@ -229,7 +229,7 @@ class ResultsPhase:
         running, slots = self.accounts.running, results.slots
         goes_on: BoolArray = ~running.is_beam[slots]
         if results.ended:
-            goes_on &= ~np.isin(slots, list(results.ended))
+            goes_on &= ~running.are_among(slots, list(results.ended))
         for column in range(results.sampled.shape[1]):
             goes_on = goes_on & (results.sampled[:, column] != NO_TOKEN)
             rows = goes_on.nonzero()[0]
@@ -282,7 +282,7 @@ class ResultsPhase:
         rows = kv.rows_with_new_full_blocks(results.slots, num_computed)
         if results.ended:
             failed = [slot for slot, end in results.ended.items() if end.error is not None]
-            rows = rows[~np.isin(results.slots[rows], failed)]
+            rows = rows[~running.are_among(results.slots[rows], failed)]
         if rows.size:
             slots = results.slots[rows]
             kv.cache_full_blocks(
@@ -299,7 +299,8 @@ class ResultsPhase:
             self.drafting.pause(results.slots, computed.num_steps_without_drafts[occupied])
         if computed.draft_token_ids is None:
             return
-        goes_on = (results.num_new > 0) & ~np.isin(results.slots, list(results.ended))
+        has_ended = self.accounts.running.are_among(results.slots, list(results.ended))
+        goes_on = (results.num_new > 0) & ~has_ended
         self._propose(results.slots[goes_on], computed.draft_token_ids[occupied][goes_on])
 
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
@@ -342,7 +343,7 @@ class ResultsPhase:
         speaks: BoolArray = results.num_new > 0
         special: BoolArray = (results.num_new != results.sampled.shape[1]) | running.awaits_first_token[slots]
         if results.ended:
-            has_ended = np.isin(slots, list(results.ended))
+            has_ended = running.are_among(slots, list(results.ended))
             speaks, special = speaks | has_ended, special | has_ended
         if computed.prompt_logprobs:
             has_logprobs = np.isin(running.request_ids[slots], list(computed.prompt_logprobs))
