@@ -49,12 +49,12 @@ struct GatedActivationCall {
 struct GateCall {
   void* rows;  // [num_tokens, num_heads, num_features], adjacent
   const void* gate;
-  DType type;  // of both
+  DType type;     // of both
   bool has_silu;  // else the activation is the sigmoid
   int64_t num_tokens;
   int64_t num_heads;
   int64_t num_features;
-  int64_t gate_strides[3];  // of a token, a head, a feature; the last 1, or 0 if a head has one gate
+  int64_t gate_strides[3];   // of a token, a head, a feature; the last 1, or 0 if a head has one gate
   const float* norm_weight;  // [num_features] or null
   float eps;
 };

@@ -140,8 +140,16 @@ void check_gate(const Kernels& kernels, int64_t num_heads, int64_t num_features,
   for (const int num_threads : {1, 3}) {
     ThreadPool pool(num_threads);
     std::vector<T> rows = before;
-    kernels.gate({rows.data(), gates.data(), TypeOf<T>::dtype, has_silu, kTokens, num_heads, num_features,
-                  {token_stride, head_stride, is_single ? 0 : 1}, has_norm ? weight.data() : nullptr, kEps},
+    kernels.gate({rows.data(),
+                  gates.data(),
+                  TypeOf<T>::dtype,
+                  has_silu,
+                  kTokens,
+                  num_heads,
+                  num_features,
+                  {token_stride, head_stride, is_single ? 0 : 1},
+                  has_norm ? weight.data() : nullptr,
+                  kEps},
                  pool);
     for (int64_t row = 0; row < kTokens * num_heads; ++row) {
       const T* first = &before[row * num_features];

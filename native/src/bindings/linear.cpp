@@ -92,9 +92,9 @@ struct PackedExperts {
       call.scratch = context.scratch(own + pairs * (sizeof(int64_t) + sizeof(float)));
       auto* chosen = reinterpret_cast<int64_t*>(call.scratch + own);
       auto* weights = reinterpret_cast<float*>(chosen + pairs);
-      context.kernels().route({&routing, at_address<const void>(scores), static_cast<DType>(score_type), score_stride, num_rows,
-                               chosen, weights},
-                              context.pool());
+      context.kernels().route(
+          {&routing, at_address<const void>(scores), static_cast<DType>(score_type), score_stride, num_rows, chosen, weights},
+          context.pool());
       call.chosen = chosen;
       call.weights = weights;
       experts(call, context.kernels(), context.pool());
@@ -104,16 +104,8 @@ struct PackedExperts {
 
 Routing make_routing(int scoring, int64_t num_experts, int64_t num_chosen, bool normalize, float jitter, uintptr_t correction,
                      int64_t num_groups, int64_t num_chosen_groups, float scale, uintptr_t expert_scales) {
-  return {static_cast<Scoring>(scoring),
-          num_experts,
-          num_chosen,
-          normalize,
-          jitter,
-          at_address<const float>(correction),
-          num_groups,
-          num_chosen_groups,
-          scale,
-          at_address<const float>(expert_scales)};
+  return {static_cast<Scoring>(scoring),       num_experts, num_chosen,        normalize, jitter,
+          at_address<const float>(correction), num_groups,  num_chosen_groups, scale,     at_address<const float>(expert_scales)};
 }
 
 }  // namespace
@@ -158,8 +150,8 @@ void bind_linear(nb::module_& module) {
       .def(nb::init<const std::vector<PackedWeight>&, const std::vector<PackedWeight>&, uintptr_t, uintptr_t, int,
                     const Routing&>(),
            "gate_ups"_a, "downs"_a, "gate_up_bias"_a, "down_bias"_a, "activation"_a, "routing"_a)
-      .def("compute", &PackedExperts::compute, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "scores"_a,
-           "score_type"_a, "score_stride"_a, "out"_a, "out_type"_a, "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+      .def("compute", &PackedExperts::compute, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "scores"_a, "score_type"_a,
+           "score_stride"_a, "out"_a, "out_type"_a, "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def(
       "packed_bytes",
       [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {

@@ -285,9 +285,8 @@ QUIRE_INLINE void delta_columns(const DeltaRuleCall& call, int64_t token, const 
 template <class T>
 void apply_delta_rule(const DeltaRuleCall& call, ThreadPool& pool) {
   const Memories memories{call.state, call.state_stride, call.num_value_heads, call.key_dim, call.value_dim, call.sequences};
-  for_each_token(memories, pool, [&](int64_t token, const Share& share, auto& columns) {
-    delta_columns<T>(call, token, share, columns);
-  });
+  for_each_token(memories, pool,
+                 [&](int64_t token, const Share& share, auto& columns) { delta_columns<T>(call, token, share, columns); });
 }
 
 // -- selective scan ----------------------------------------------------------------------------------------------------------
@@ -323,9 +322,8 @@ QUIRE_INLINE void scan_columns(const ScanCall& call, int64_t token, const Share&
 template <class T>
 void apply_scan(const ScanCall& call, ThreadPool& pool) {
   const Memories memories{call.state, call.state_stride, call.num_heads, call.state_size, call.head_dim, call.sequences};
-  for_each_token(memories, pool, [&](int64_t token, const Share& share, auto& columns) {
-    scan_columns<T>(call, token, share, columns);
-  });
+  for_each_token(memories, pool,
+                 [&](int64_t token, const Share& share, auto& columns) { scan_columns<T>(call, token, share, columns); });
 }
 
 }  // namespace
