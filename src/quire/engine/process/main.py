@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -240,15 +240,27 @@ def _import_when_idle(output: int) -> None:
     with contextlib.suppress(OSError):  # not every sandbox and C library lets threads do that
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
-        import quire.engine.core
-        import quire.engine.loop  # noqa: F401
-        from quire.engine.building.assembly import import_ahead
+        with _without_collections():
+            import quire.engine.core
+            import quire.engine.loop  # noqa: F401
+            from quire.engine.building.assembly import import_ahead
 
-        import_ahead()
+            import_ahead()
         os.write(output, STANDBY_IMPORTED)
     except BaseException:
         logger.exception("a standby engine process cannot import what engines need")
         os._exit(1)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Import without garbage collections, each of which visits all that is there, and none does later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _serve(start: EngineStart, connection: Connection) -> int:
@@ -277,7 +289,8 @@ def _serve(start: EngineStart, connection: Connection) -> int:
 
 def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
     """Import torch and all that needs it, and build the engine."""
-    from quire.engine.core import EngineCore
+    with _without_collections():
+        from quire.engine.core import EngineCore
 
     next_report = 0.0
 
