@@ -49,6 +49,22 @@ def test_rows_are_those_of_transformers(name: str, kernels: str, tmp_path: Path)
         assert row.tobytes() == by_itself.tobytes()
 
 
+@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
+def test_recorded_steps_have_the_bits_of_others(name: str, tmp_path: Path) -> None:
+    with LLM(str(save_encoder(make_encoder(name), tmp_path)), enable_prefix_caching=False, **SMALL) as llm:
+        graphs = core_of(llm).runner._graphs
+        assert graphs is not None
+        for seed in range(3):
+            generator = np.random.default_rng(seed)
+            prompts = [generator.integers(10, 90, length).tolist() for length in (5, 1, 64, 5, 65, 17)]
+            together = rows_of(llm, prompts)
+            for _ in range(2):
+                for prompt, row in zip(prompts, together, strict=True):
+                    assert rows_of(llm, [prompt])[0].tobytes() == row.tobytes(), len(prompt)
+        assert graphs.stats.num_graphs == 4
+        assert graphs.stats.num_replayed >= 3 * 2 * 5 - 4 * 3
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_all_weights_are_counted(name: str, tmp_path: Path) -> None:
     model = make_encoder(name)

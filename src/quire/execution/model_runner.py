@@ -48,6 +48,8 @@ from quire.step import (
 )
 
 _PLACEHOLDER = 0
+_MAX_RECORDED_TOKENS = 64
+"""Of a single text that is pooled: a longer one takes longer to compute than to ask for its operations."""
 
 
 class ModelRunner:
@@ -69,8 +71,8 @@ class ModelRunner:
         states: of recurrent layers, by slot, and checkpoints; None: there are no such layers.
         capture: captures what the device is asked for, for decode steps and for others of up to
             `max_captured_tokens`; None: nothing is captured, nor is it beside eviction and a connector that
-            works layer by layer. Steps that leave out keys are not captured, nor those of models that are
-            pooled.
+            works layer by layer. Steps that leave out keys are not captured. Of models that pool, steps with
+            one short text are, on the host.
 
     Attributes:
         max_captured_tokens: maximum size of a captured step with chunks of prompts; see `profile_run`.
@@ -108,8 +110,9 @@ class ModelRunner:
         self._transfers = None if connector is None else KVTransfers(connector, kv_caches, block_size, states)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
         pooling = model.config.pooling
-        is_plain = eviction is None and self._layer_hook is None and pooling is None
-        capture = capture if is_plain else None
+        is_plain = eviction is None and self._layer_hook is None
+        if not is_plain or (pooling is not None and not model.kernels.sampling.is_synchronous):
+            capture = None
         self._sampler = Sampler(
             max_num_seqs,
             self._vocab_size,
@@ -365,7 +368,10 @@ class ModelRunner:
         positions = batch.positions.numpy()
         if self._evictor is not None:
             positions = self._evictor.positions_in_text(positions, output)
-        token_ids = self._input_ids(self._encoded_ids(rows, positions))
+        encoded = self._encoded_ids(rows, positions)
+        if self._pooler is not None and self._graphs is not None and _is_short_text(batch):
+            return self._graphs.forward(encoded, batch)
+        token_ids = self._input_ids(encoded)
         if self._proposer is not None and self._proposer.follows_tokens:
             self._proposer.follow(token_ids, batch, is_captured=False)
         hook = self._layer_hook
@@ -540,6 +546,17 @@ def _with_placeholders(emitted: IntArray) -> IntArray:
     placed = emitted.copy()
     np.maximum(placed[:, 0], _PLACEHOLDER, out=placed[:, 0])
     return placed
+
+
+def _is_short_text(batch: AttentionBatch) -> bool:
+    """Return whether a step of a model that pools may be recorded: there are few sizes of such steps."""
+    return (
+        len(batch.num_tokens) == 1
+        and not batch.num_cached_tokens.any()
+        and batch.num_rows <= _MAX_RECORDED_TOKENS
+        and batch.token_types is None
+        and batch.states is None
+    )
 
 
 def _is_decode(output: SchedulerOutput, sampling: SamplingPositions) -> bool:

@@ -17,6 +17,7 @@ capture succeeds has to be agreed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,10 +32,17 @@ from typing_extensions import override
 from quire.execution.capture_backoff import CaptureBackoff
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
+from quire.kernels.attention.step_arrays import (
+    DerivedArrays,
+    DeviceArrays,
+    HostArrays,
+    MakeArrays,
+    StepArrays,
+    lengthened,
+)
 from quire.kernels.devices.device import copy_to_device
 from quire.kernels.interface import Capture, NotCapturableError
-from quire.kernels.size_classes import CHUNK_SIZES
+from quire.kernels.size_classes import CHUNK_SIZES, EXACT_SIZES
 from quire.step import GraphStats, Int64Array
 
 if TYPE_CHECKING:
@@ -115,9 +123,11 @@ class StepGraphs:
         num_rows = len(token_ids) if rows is None else len(rows)
         return StepLogits(graph.logits[:num_rows], None if graph.replay is None else graph.logits)
 
-    def forward(self, token_ids: Int64Array, batch: AttentionBatch) -> None:
-        """Compute the keys and values of a step, and no logits; see `logits`."""
-        self._computed(token_ids, batch, _NO_ROWS)
+    def forward(self, token_ids: Int64Array, batch: AttentionBatch) -> torch.Tensor:
+        """Compute a step without logits, see `logits`; return its hidden states [T or more, hidden]."""
+        graph = self._computed(token_ids, batch, _NO_ROWS)
+        assert graph.hidden is not None
+        return graph.hidden
 
     def _computed(self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None) -> _StepGraph:
         may_capture = self._backoff.allows_attempt() and self._capture is not None
@@ -138,7 +148,9 @@ class StepGraphs:
         self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
     ) -> tuple[_StepGraph, AttentionBatch]:
         """Return the graph of the sizes that a step is padded to, its arrays filled, and the padded step."""
-        sizes = self._kernels.step_sizes if rows is None else CHUNK_SIZES
+        sizes = self._kernels.step_sizes
+        if rows is not None and sizes is not EXACT_SIZES:
+            sizes = CHUNK_SIZES
         padded = batch.padded(sizes)
         made = {name: make(padded) for name, make in self._makers.items()}
         made[_TOKEN_IDS] = HostArrays((lengthened(token_ids, padded.num_rows),))
@@ -148,7 +160,8 @@ class StepGraphs:
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays
         for number, other in enumerate(padded.others):
-            other.step_arrays = _GroupArrays(graph.arrays, padded, number)
+            derive = functools.partial(_other_group, number=number)
+            other.step_arrays = DerivedArrays(graph.arrays, padded, number, derive)
         return graph, padded
 
     def _graph_of(self, made: Mapping[Hashable, HostArrays]) -> _StepGraph:
@@ -189,7 +202,7 @@ class StepGraphs:
 
     def _compute(self, model: StepModel, graph: _StepGraph, batch: AttentionBatch) -> None:
         token_ids = self._token_ids(graph.arrays.token_ids)
-        hidden = model.forward(token_ids, self._kv, batch)
+        hidden = graph.hidden = model.forward(token_ids, self._kv, batch)
         rows = graph.arrays.logit_rows
         if rows is None or len(rows):
             graph.logits = model.logits(hidden if rows is None else hidden[rows])
@@ -204,10 +217,11 @@ class StepGraphs:
 
 
 class _StepGraph:
-    """Steps of equal sizes. `logits` and `arrays` must stay where a capture has found them."""
+    """Steps of equal sizes. What they compute, and `arrays`, must stay where a capture has found it."""
 
     def __init__(self, arrays: StaticArrays) -> None:
         self.arrays = arrays
+        self.hidden: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.was_computed = False  # so that there is nothing left to compile
         self.replay: Callable[[], None] | None = None
@@ -283,27 +297,8 @@ class StaticArrays(StepArrays):
         return super().of(batch, name, make, device)
 
 
-class _GroupArrays(StepArrays):
-    """The arrays of a captured step for a cache group other than the first.
-
-    Args:
-        arrays: of all groups.
-        first: the step in the first group.
-        number: of the group among `first.others`.
-    """
-
-    def __init__(self, arrays: StaticArrays, first: AttentionBatch, number: int) -> None:
-        super().__init__()
-        self._arrays = arrays
-        self._first = first
-        self._number = number
-
-    @override
-    def of(
-        self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
-    ) -> DeviceArrays:
-        number = self._number
-        return self._arrays.of(self._first, (number, name), lambda first: make(first.others[number]), device)
+def _other_group(batch: AttentionBatch, number: int) -> AttentionBatch:
+    return batch.others[number]
 
 
 def _torch_type(array: np.ndarray[Any, Any]) -> torch.dtype:

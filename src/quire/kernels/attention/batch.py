@@ -16,7 +16,14 @@ import torch
 from quire.kernels.attention.key_scores import KeyScores
 from quire.kernels.attention.kv_layer import KVOfRows
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
-from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
+from quire.kernels.attention.step_arrays import (
+    DerivedArrays,
+    DeviceArrays,
+    HostArrays,
+    MakeArrays,
+    StepArrays,
+    lengthened,
+)
 from quire.kernels.attention.tiles import AttentionPlan, HeadLayout, plan_attention
 from quire.kernels.devices.device import HOST
 from quire.kernels.size_classes import DECODE_SIZES, EXACT_SIZES, SizeClasses
@@ -210,6 +217,8 @@ class AttentionBatch:
                 block_tables=np.minimum(rows, total - 1).astype(np.int32),
                 is_two_sided=True,
             )
+        if self.step_arrays is not None and made.step_arrays is None:
+            made.step_arrays = DerivedArrays(self.step_arrays, self, _OVER_ROWS, AttentionBatch.over_rows)
         return made
 
     def in_chunks(self, size: int) -> AttentionBatch:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from quire.kernels.devices.device import array_to_device
 
@@ -62,3 +63,34 @@ class StepArrays:
             on_device = tuple(array_to_device(array, device) for array in arrays)
             found = self._on_device[name] = DeviceArrays(on_device, numbers)
         return found
+
+
+class DerivedArrays(StepArrays):
+    """The arrays of a step that is made of another, among those of that one.
+
+    Args:
+        arrays: of the other step.
+        batch: the other step.
+        name: of what is made of it.
+        derive: makes it.
+    """
+
+    def __init__(
+        self,
+        arrays: StepArrays,
+        batch: AttentionBatch,
+        name: Hashable,
+        derive: Callable[[AttentionBatch], AttentionBatch],
+    ) -> None:
+        super().__init__()
+        self._arrays = arrays
+        self._batch = batch
+        self._name = name
+        self._derive = derive
+
+    @override
+    def of(
+        self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
+    ) -> DeviceArrays:
+        derive = self._derive
+        return self._arrays.of(self._batch, (self._name, name), lambda other: make(derive(other)), device)

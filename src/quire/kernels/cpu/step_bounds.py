@@ -21,6 +21,7 @@ from quire.kernels.size_classes import coarse_size_class
 
 _NAME = "cpu bounds"  # among a batch's plans
 _ARRAYS = "cpu step"  # among its arrays
+_OF_ROWS = 0, 0  # in place of the sizes of a cache
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _LARGE = 2**64 - 1  # what -1 is as an unsigned number
 _FEW = 32  # of which a list has its maximum sooner than an array
@@ -111,6 +112,9 @@ def step_addresses(batch: AttentionBatch, num_blocks: int, block_size: int) -> S
     """
     sizes = num_blocks, block_size
     if batch.step_arrays is not None:
+        if batch.is_two_sided:  # its rows are the cache, so that each step may have a cache of another size
+            step_bounds(batch).check_cache(*sizes)
+            sizes = _OF_ROWS
         make = functools.partial(_arrays_to_replay, sizes=sizes)
         *vectors, tables = batch.on_device((_ARRAYS, sizes), make, HOST).arrays
         blocks, offsets, cached, counts = (each.data_ptr() for each in vectors)
@@ -129,7 +133,8 @@ def step_addresses(batch: AttentionBatch, num_blocks: int, block_size: int) -> S
 
 def _arrays_to_replay(batch: AttentionBatch, sizes: tuple[int, int]) -> HostArrays:
     """Return what is behind a step's addresses, checked, in sizes that few steps differ in."""
-    step_bounds(batch).check_cache(*sizes)
+    if sizes is not _OF_ROWS:
+        step_bounds(batch).check_cache(*sizes)
     num_sequences, width = batch.block_tables.shape
     tables = np.zeros((num_sequences, coarse_size_class(width)), dtype=np.int32)
     tables[:, :width] = batch.block_tables
@@ -140,7 +145,8 @@ def _arrays_to_replay(batch: AttentionBatch, sizes: tuple[int, int]) -> HostArra
             batch.num_cached_tokens,
             batch.num_tokens,
             tables,
-        )
+        ),
+        (int(batch.num_tokens.max()),) if batch.is_two_sided else (),  # see `AttentionBatch.effective_window`
     )
 
 
