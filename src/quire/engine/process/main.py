@@ -254,7 +254,7 @@ def _import_when_idle(output: int) -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Import without garbage collections, each of which visits all that is there, and none does later."""
+    """Import without garbage collections: each would visit all objects so far, which later ones skip."""
     gc.disable()
     try:
         yield
