@@ -146,9 +146,11 @@ class Pooler:
             piece = slice(start, start + POOLED_TOKENS)
             own, place = owners[piece], places[piece]
             states = hidden[array_to_device(starts[own] + place, hidden.device)].double()
-            lengths, position = num_prompt[own], computed[own] + place
-            shares = 2 * (position + 1) / (lengths * (lengths + 1))
-            self._add(kind, slots[own], states, shares)
+            if kind == "weighted_mean":
+                lengths, position = num_prompt[own], computed[own] + place
+                shares = 2 * (position + 1) / (lengths * (lengths + 1))
+                states *= array_to_device(shares, states.device)[:, None]
+            self._add(kind, slots[own], states)
 
     def _params(self, slot: int) -> PoolingParams:
         params = self._batch.running(slot).pooling_params
@@ -167,17 +169,13 @@ class Pooler:
                     f"{computed}, with {expected} pooled: its prompt must not come from a cache"
                 )
 
-    def _add(
-        self, kind: PoolingType, slots: Int64Array, states: torch.Tensor, shares: npt.NDArray[np.float64]
-    ) -> None:
-        """Add states [N, hidden] float64 to the sums of their slots [N]; shares are of weighted means."""
+    def _add(self, kind: PoolingType, slots: Int64Array, states: torch.Tensor) -> None:
+        """Add states [N, hidden] float64, of weighted means times their shares, to sums of slots [N]."""
         if kind == "max":
             for slot in np.unique(slots).tolist():
                 own = states[array_to_device(np.flatnonzero(slots == slot), states.device)]
                 self._sums[slot] = torch.maximum(self._sums[slot], own.amax(0))
             return
-        if kind == "weighted_mean":
-            states = states * array_to_device(shares, states.device)[:, None]
         if kind in _UNITS:
             states = (states / _UNITS[kind]).round_().mul_(_UNITS[kind])
         self._sums.index_add_(0, array_to_device(slots, states.device), states)
