@@ -226,17 +226,28 @@ def _wait_as_standby(front: int, output: int) -> bool:
     Returns:
         False: the front has ended, while a fork of it keeps the pipe open.
     """
+    imported, has_imported = os.pipe()
     # In a thread: who has taken the idle priority may not be allowed to leave it.
-    threading.Thread(target=_import_when_idle, args=(output,), daemon=True).start()
+    importing = threading.Thread(target=_import_when_idle, args=(has_imported,), daemon=True)
+    importing.start()
+    awaited = [sys.stdin.fileno(), imported]
     while os.getppid() == front:
-        readable, _, _ = select.select([sys.stdin], [], [], FRONT_CHECK_INTERVAL)
-        if readable:
+        readable, _, _ = select.select(awaited, [], [], FRONT_CHECK_INTERVAL)
+        if sys.stdin.fileno() in readable:
             return True
+        if not readable:
+            continue
+        importing.join(FRONT_CHECK_INTERVAL)  # it needs the interpreter's lock to end, and may wait for a core
+        if not importing.is_alive():
+            awaited.remove(imported)
+            os.close(imported)
+            with contextlib.suppress(BrokenPipeError):  # the front has ended
+                os.write(output, STANDBY_IMPORTED)
     return False
 
 
-def _import_when_idle(output: int) -> None:
-    """Import on otherwise idle processors."""
+def _import_when_idle(has_imported: int) -> None:
+    """Import on otherwise idle processors, and close a descriptor."""
     with contextlib.suppress(OSError):  # not every sandbox and C library lets threads do that
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
@@ -246,10 +257,10 @@ def _import_when_idle(output: int) -> None:
             from quire.engine.building.assembly import import_ahead
 
             import_ahead()
-        os.write(output, STANDBY_IMPORTED)
     except BaseException:
         logger.exception("a standby engine process cannot import what engines need")
         os._exit(1)
+    os.close(has_imported)
 
 
 @contextlib.contextmanager
