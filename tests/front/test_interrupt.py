@@ -81,6 +81,18 @@ def test_signals_behind_a_wait_are_deferred_again() -> None:
     assert reached == ["done"]
 
 
+def test_a_signal_that_is_deferred_can_be_delivered() -> None:
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt() as deferral:  # noqa: PT012
+        deferral.deliver()
+        interrupt()
+        reached.append("deferred")
+        deferral.deliver()
+        reached.append("after")
+    assert reached == ["deferred"]
+    assert deferred_interrupt.outermost is None
+
+
 def test_an_exception_is_not_replaced() -> None:
     with pytest.raises(ValueError, match="why"), deferred_interrupt():  # noqa: PT012
         interrupt()

@@ -57,10 +57,12 @@ class Batch(Generic[Output]):
             BaseException: raised by `receive_outputs`, including KeyboardInterrupt; all are aborted.
         """
         try:
-            while self._pending or self._live:
-                self._submit()
-                receive_outputs()
-                self._collect()
+            with deferred_interrupt() as deferral:  # a request that is not in `_live` would not be discarded
+                while self._pending or self._live:
+                    self._submit()
+                    receive_outputs()
+                    self._collect()
+                    deferral.deliver()
         finally:
             for state in self._live.values():
                 self._live_requests.discard(state)
@@ -68,11 +70,10 @@ class Batch(Generic[Output]):
 
     def _submit(self) -> None:
         """Submit as many pending requests as the limit allows."""
-        with deferred_interrupt():  # a request that is not in `_live` would not be discarded
-            while self._pending and not self._must_wait and self._num_live < self._max_live_sequences:
-                index, processed = self._pending.popleft()
-                state = self._live[index] = self._live_requests.submit(processed)
-                self._num_live += len(state.completions)
+        while self._pending and not self._must_wait and self._num_live < self._max_live_sequences:
+            index, processed = self._pending.popleft()
+            state = self._live[index] = self._live_requests.submit(processed)
+            self._num_live += len(state.completions)
 
     def _collect(self) -> None:
         """Collect finished requests, and put those rejected by the full queue back in front."""

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class deferred_interrupt:  # noqa: N801
@@ -18,18 +18,23 @@ class deferred_interrupt:  # noqa: N801
     longer. The object itself is the handler.
     """
 
+    outermost: ClassVar[deferred_interrupt | None] = None
+    """The main thread's, whose block is running."""
+
     previous: Any = None
     is_pending = False
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            previous = signal.getsignal(signal.SIGINT)
-            if previous is not None and not isinstance(previous, deferred_interrupt):
-                self.previous = previous
+    def __enter__(self) -> deferred_interrupt:
+        if self.outermost is None and threading.current_thread() is threading.main_thread():
+            self.previous = signal.getsignal(signal.SIGINT)
+            if self.previous is not None:
                 signal.signal(signal.SIGINT, self)
+                deferred_interrupt.outermost = self
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.previous is not None:
+        if self.outermost is self:
+            deferred_interrupt.outermost = None
             signal.signal(signal.SIGINT, self.previous)
             if self.is_pending and exception[0] is None:
                 signal.raise_signal(signal.SIGINT)
@@ -42,14 +47,18 @@ class deferred_interrupt:  # noqa: N801
         signal.signal(number, self.previous)
         signal.raise_signal(number)
 
+    def deliver(self) -> None:
+        """Let a signal come that has been deferred so far."""
+        if self.is_pending:
+            with interruptible():
+                pass
+
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let SIGINT interrupt a block inside `deferred_interrupt`, one that only waits."""
-    deferral = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not isinstance(
-        deferral, deferred_interrupt
-    ):
+    deferral = deferred_interrupt.outermost
+    if deferral is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     was_pending, deferral.is_pending = deferral.is_pending, False
