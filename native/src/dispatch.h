@@ -26,6 +26,7 @@ struct Kernels {
   void (*gate)(const GateCall&, ThreadPool&);
   void (*soft_cap)(const SoftCapCall&, ThreadPool&);
   void (*combine)(const CombineCall&, ThreadPool&);
+  void (*sum_rows)(const SumRowsCall&, ThreadPool&);
   void (*rotary_and_write_kv)(const RotaryCall&, ThreadPool&);
   void (*conv)(const ConvCall&, ThreadPool&);
   void (*delta_rule)(const DeltaRuleCall&, ThreadPool&);

@@ -1,5 +1,5 @@
-// What is computed number by number or row by row between the products: norms, activations, and what becomes of queries, keys
-// and values before attention. The numbers of a row are adjacent; strides are in elements. A row's result depends on that row
+// What is computed number by number or row by row between the products: norms, activations, what becomes of queries, keys and
+// values before attention, and sums of rows. The numbers of a row are adjacent; strides are in elements. A row's result depends on that row
 // alone, and the tasks are whole rows, so it has the same bits in any company.
 #pragma once
 
@@ -77,6 +77,26 @@ struct CombineCall {
   int64_t num_rows;
   int64_t num_features;
   int64_t out_stride;
+};
+
+// sums[place] += the rows of a piece, each times its share and rounded to a multiple of `unit`, a power of two. So sums are exact
+// as long as they stay below 2^53 units, and do not depend on the order of what is added.
+struct SumRowsCall {
+  struct Piece {
+    int64_t first_row;
+    int64_t num_rows;
+    int64_t place;
+    int64_t begins;  // not 0: the sum is 0 before
+  };
+  const void* rows;
+  DType type;
+  int64_t row_stride;
+  int64_t num_features;
+  const Piece* pieces;
+  int64_t num_pieces;
+  const double* shares;  // of each row, or null
+  double* sums;          // [any number, num_features]
+  double unit;
 };
 
 // Keys or values of one layer, each head of a token in one piece. With scales the numbers are int8, or int4 of which two are an

@@ -209,6 +209,36 @@ def test_soft_cap(instruction_set: str, count: int) -> None:
     assert torch.equal(logits, found)
 
 
+@on_instruction_sets(dtype=DTYPES, size=[1, 40, 384, 1000], has_shares=[False, True])
+def test_sum_rows(instruction_set: str, dtype: torch.dtype, size: int, has_shares: bool) -> None:
+    rows = _view(_random(300, size, dtype=dtype) * 100)
+    pieces = np.array([[0, 1, 2, 0], [1, 290, 0, 1], [297, 3, 1, 0], [295, 0, 4, 1]])
+    shares = np.random.default_rng(0).random(300) if has_shares else None
+    sums = _random(5, size).double().div(2**-20).round().mul(2**-20)
+    expected = sums.clone()
+    reference.sum_rows(rows, pieces, expected, unit=2.0**-26, shares=shares)
+    exact = (rows.double() * (1 if shares is None else torch.from_numpy(shares)[:, None]))[1:291].sum(0)
+    torch.testing.assert_close(expected[0], exact, rtol=0, atol=290 * 2.0**-27)
+    found = sums.clone()
+    with threads(2):
+        native.sum_rows(rows, pieces, found, unit=2.0**-26, shares=shares)
+    assert torch.equal(found, expected)
+    in_turns = sums.clone()  # the rows of a piece, the last first
+    for first, count, place, begins in pieces.tolist():
+        for row in reversed(range(first, first + count)):
+            turn = np.array([[row, 1, place, int(begins and row == first + count - 1)]])
+            native.sum_rows(rows, turn, in_turns, unit=2.0**-26, shares=shares)
+    assert torch.equal(in_turns[:4], expected[:4])
+
+
+@pytest.mark.parametrize("piece", [(-1, 2, 0, 0), (299, 2, 0, 0), (0, -1, 0, 0), (0, 1, 5, 0), (0, 1, -1, 0)])
+def test_pieces_have_rows_and_a_sum(piece: tuple[int, ...]) -> None:
+    sums = torch.zeros(5, 8, dtype=torch.float64)
+    with pytest.raises(IndexError):
+        native.sum_rows(torch.ones(300, 8), np.array([piece]), sums, unit=0.5)
+    assert not sums.any()
+
+
 @on_instruction_sets(dtype=DTYPES, head_dim=[16, 72], half=[0, 5, 8], norm=["", "head", "row"])
 def test_rotary(instruction_set: str, dtype: torch.dtype, head_dim: int, half: int, norm: str) -> None:
     rows, angles = _random(40, 3 * head_dim, dtype=dtype), _random(40, half, seed=1)

@@ -179,6 +179,12 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda kernels, **arguments: getattr(kernels, name)(**arguments)
 
 
+def _sum_rows(kernels: KernelSet, **arguments: Any) -> torch.Tensor:
+    kernels.sum_rows(**arguments)
+    sums: torch.Tensor = arguments["sums"]
+    return sums
+
+
 def _sampling(name: str) -> Callable[..., Any]:
     return lambda kernels, **arguments: getattr(kernels.sampling.scans, name)(**arguments)
 
@@ -222,6 +228,16 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         },
     ),
     "soft_cap": (_method("soft_cap"), lambda: {"logits": _random(5, 40), "cap": 30.0}),
+    "sum_rows": (
+        _sum_rows,
+        lambda: {
+            "rows": _random(5, 40),
+            "pieces": np.array([[0, 2, 1, 1], [2, 3, 0, 0]]),
+            "sums": torch.zeros(2, 40, dtype=torch.float64),
+            "unit": 0.25,
+            "shares": np.ones(5),
+        },
+    ),
     "rotary": (
         _method("rotary"),
         lambda: {
@@ -412,6 +428,9 @@ def is_defined(kernel: str, arguments: Arguments) -> bool:
     """Whether the interface says what becomes of these arguments, beyond that nothing else does."""
     if kernel == "likeliest":
         return not np.isnan(arguments["logits"]).any()
+    if kernel == "sum_rows":
+        places = arguments["pieces"][:, 2].tolist()
+        return len(set(places)) == len(places)
     if kernel == "sum_exp":
         maxima, temperature, logits = (arguments[name] for name in ("maxima", "temperature", "logits"))
         return bool(

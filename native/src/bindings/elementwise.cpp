@@ -1,3 +1,6 @@
+#include <cstring>
+#include <stdexcept>
+
 #include "module.h"
 
 namespace nb = nanobind;
@@ -96,6 +99,30 @@ void rotary(uintptr_t states, int type, int64_t num_rows, int64_t row_stride, in
   });
 }
 
+void sum_rows(uintptr_t rows, int type, int64_t num_rows, int64_t row_stride, int64_t num_features, uintptr_t pieces,
+              int64_t num_pieces, uintptr_t shares, uintptr_t sums, int64_t num_sums, double unit) {
+  const auto* all = at_address<const SumRowsCall::Piece>(pieces);
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    const bool has_rows = all[i].first_row >= 0 && all[i].num_rows >= 0 && all[i].first_row <= num_rows - all[i].num_rows;
+    if (!has_rows || all[i].place < 0 || all[i].place >= num_sums) throw std::out_of_range("a piece has no rows, or no sum");
+  }
+  compute([=](Context& context) {
+    context.kernels().sum_rows({at_address<const void>(rows), static_cast<DType>(type), row_stride, num_features, all, num_pieces,
+                                at_address<const double>(shares), at_address<double>(sums), unit},
+                               context.pool());
+  });
+}
+
+void gather_rows(uintptr_t rows, int64_t num_rows, int64_t row_bytes, uintptr_t places, int64_t num_places, uintptr_t out) {
+  perform([=](Context&) {
+    for (int64_t i = 0; i < num_places; ++i) {
+      const int64_t place = at_address<const int64_t>(places)[i];
+      if (place < 0 || place >= num_rows) throw std::out_of_range("there is no such row");
+      std::memcpy(at_address<char>(out) + i * row_bytes, at_address<const char>(rows) + place * row_bytes, row_bytes);
+    }
+  });
+}
+
 }  // namespace
 
 void bind_elementwise(nb::module_& module) {
@@ -113,6 +140,10 @@ void bind_elementwise(nb::module_& module) {
              "token_stride"_a, "head_stride"_a, "feature_stride"_a, "norm_weight"_a, "eps"_a,
              nb::call_guard<nb::gil_scoped_release>());
   module.def("soft_cap", &soft_cap, "numbers"_a, "count"_a, "cap"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("sum_rows", &sum_rows, "rows"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_features"_a, "pieces"_a,
+             "num_pieces"_a, "shares"_a, "sums"_a, "num_sums"_a, "unit"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("gather_rows", &gather_rows, "rows"_a, "num_rows"_a, "row_bytes"_a, "places"_a, "num_places"_a, "out"_a,
+             nb::call_guard<nb::gil_scoped_release>());
   module.def("rotary_and_write_kv", &rotary_and_write_kv, "kv"_a, "qkv"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_heads"_a,
              "cos"_a, "sin"_a, "half"_a, "q_norm"_a, "k_norm"_a, "q_norm_size"_a, "k_norm_size"_a, "eps"_a, "blocks"_a,
              "offsets"_a, nb::call_guard<nb::gil_scoped_release>());

@@ -1,4 +1,4 @@
-// Norms and activations: see elementwise.h. Compiled once for each instruction set.
+// Norms, activations and sums: see elementwise.h. Compiled once for each instruction set.
 #include "elementwise.h"
 
 #include "activations.h"
@@ -105,6 +105,39 @@ void combine_rows(const CombineCall& call, ThreadPool& pool) {
   });
 }
 
+// Adds one row's columns to sums, which the compiler does in vectors.
+template <class T>
+QUIRE_INLINE void add_rounded(const T* row, int64_t count, double factor, double unit, double* sums) {
+  const double per_unit = 1 / unit;
+  for (int64_t column = 0; column < count; column += kLanes) {
+    float values[kLanes];
+    store(values, load_left(row + column, count - column));
+    for (int lane = 0; lane < kLanes; ++lane) sums[column + lane] += __builtin_rint(values[lane] * factor * per_unit) * unit;
+  }
+}
+
+template <class T>
+void sum_rows_of(const SumRowsCall& call, ThreadPool& pool) {
+  constexpr int64_t kColumns = 8 * kLanes;
+  const int64_t num_blocks = ceil_div(call.num_features, kColumns);
+  int64_t num_rows = 0;
+  for (int64_t piece = 0; piece < call.num_pieces; ++piece) num_rows += call.pieces[piece].num_rows;
+  const int64_t numbers = num_rows * kColumns / max(call.num_pieces, int64_t{1}) + 1;
+  for_each_row(pool, call.num_pieces * num_blocks, numbers, [&](int64_t index) {
+    const SumRowsCall::Piece& piece = call.pieces[index / num_blocks];
+    const int64_t first = index % num_blocks * kColumns;
+    const int64_t count = min(kColumns, call.num_features - first);
+    double* to = call.sums + piece.place * call.num_features + first;
+    double sums[kColumns] = {};
+    for (int64_t column = 0; column < count && !piece.begins; ++column) sums[column] = to[column];
+    for (int64_t row = piece.first_row; row < piece.first_row + piece.num_rows; ++row) {
+      const T* from = static_cast<const T*>(call.rows) + row * call.row_stride + first;
+      add_rounded(from, count, call.shares == nullptr ? 1.0 : call.shares[row], call.unit, sums);
+    }
+    for (int64_t column = 0; column < count; ++column) to[column] = sums[column];
+  });
+}
+
 }  // namespace
 
 void norm(const NormCall& call, ThreadPool& pool) {
@@ -138,6 +171,14 @@ void soft_cap(const SoftCapCall& call, ThreadPool& pool) {
       store_left(call.numbers + i, tanh(load_left(call.numbers + i, end - i) / call.cap) * call.cap, end - i);
     }
   });
+}
+
+void sum_rows(const SumRowsCall& call, ThreadPool& pool) {
+  switch (call.type) {
+    case DType::kBFloat16: return sum_rows_of<bf16>(call, pool);
+    case DType::kFloat16: return sum_rows_of<fp16>(call, pool);
+    default: return sum_rows_of<float>(call, pool);
+  }
 }
 
 void combine(const CombineCall& call, ThreadPool& pool) {

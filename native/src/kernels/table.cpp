@@ -15,6 +15,7 @@ void gated_activation(const GatedActivationCall& call, ThreadPool& pool);
 void gate(const GateCall& call, ThreadPool& pool);
 void soft_cap(const SoftCapCall& call, ThreadPool& pool);
 void combine(const CombineCall& call, ThreadPool& pool);
+void sum_rows(const SumRowsCall& call, ThreadPool& pool);
 void rotary_and_write_kv(const RotaryCall& call, ThreadPool& pool);
 void conv(const ConvCall& call, ThreadPool& pool);
 void delta_rule(const DeltaRuleCall& call, ThreadPool& pool);
@@ -50,6 +51,7 @@ const Kernels kKernels = {
     gate,
     soft_cap,
     combine,
+    sum_rows,
     rotary_and_write_kv,
     conv,
     delta_rule,

@@ -128,12 +128,11 @@ class ModelRunner:
         )
         self._pooler: Pooler | None = None  # of a model without logits
         if pooling is not None:
-            size, device = model.config.hidden_size, model.kernels.device
             self._pooler = Pooler(
                 self._batch,
                 max_num_seqs=max_num_seqs,
-                hidden_size=size,
-                device=device,
+                hidden_size=model.config.hidden_size,
+                kernels=model.kernels,
                 row_layers=model.row_layers,
                 activation=model.config.label_activation,
             )
@@ -220,7 +219,9 @@ class ModelRunner:
                 self._batch.note_computed(output)
                 self._pooler.pool(output, hidden, result)
                 reported = self._end_transfers(output, KnownErrors(result.errors))
-                return dataclasses.replace(result, kv_connector_output=reported)
+                return (
+                    result if reported is None else dataclasses.replace(result, kv_connector_output=reported)
+                )
             if output.draft_token_ids.size:
                 self._batch.write_drafts(output)
             if self._proposer is not None:

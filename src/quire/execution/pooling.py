@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,8 +9,9 @@ import numpy.typing as npt
 import torch
 
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
-from quire.kernels.bounds import POOLED_TOKENS
-from quire.kernels.devices.device import array_to_device
+from quire.kernels.arrays import Float64Array
+from quire.kernels.devices.device import array_to_device, rows_on_host
+from quire.kernels.interface import KernelSet
 from quire.models.row_layers import DenseRows, through
 from quire.pooling_params import PoolingParams, PoolingType
 from quire.step import Int64Array, ModelRunnerOutput, SchedulerOutput
@@ -41,7 +41,7 @@ class Pooler:
         batch: of the runner.
         max_num_seqs: number of slots.
         hidden_size: features of a state.
-        device: where states are.
+        kernels: of the model.
         row_layers: what rows go through.
         activation: what makes probabilities of them; see `ModelConfig.label_activation`.
     """
@@ -52,14 +52,15 @@ class Pooler:
         *,
         max_num_seqs: int,
         hidden_size: int,
-        device: torch.device,
+        kernels: KernelSet,
         row_layers: Sequence[DenseRows] = (),
         activation: str = "",
     ) -> None:
         self._batch = batch
         self._row_layers = row_layers
         self._activation = activation
-        self._sums = torch.zeros(max_num_seqs, hidden_size, dtype=torch.float64, device=device)
+        self._kernels = kernels
+        self._sums = torch.zeros(max_num_seqs, hidden_size, dtype=torch.float64, device=kernels.device)
         self._token_rows: dict[int, list[torch.Tensor]] = {}  # of all tokens so far, by slot
         # All positions before are in the sums, as far as they count.
         self._next_positions: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
@@ -87,25 +88,26 @@ class Pooler:
                 self._take_in(output, kind, np.array(rows), hidden)
         slots = output.slots.astype(np.int64)
         self._next_positions[slots] = output.num_computed_tokens + output.num_tokens
-        ended = np.flatnonzero(output.samples)
-        if ended.size:
-            pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu()
-            if "mean" in rows_of:
-                is_mean = np.array([params[row].pooling_type == "mean" for row in ended.tolist()])
-                divisors = np.where(is_mean, self._batch.num_prompt_tokens[slots[ended]], 1)
-                pooled /= torch.from_numpy(divisors)[:, None]
-            if self._row_layers:
-                pooled = through(self._row_layers, pooled).double()
-            for row, values in zip(ended.tolist(), pooled, strict=True):
-                is_of_tokens = params[row].pooling_type == "all"
-                made = torch.cat(self._token_rows.pop(int(slots[row]))).double() if is_of_tokens else values
-                if self._activation and params[row].activation is not False:
-                    made = _ACTIVATIONS[self._activation](made)
-                _report(result, output.request_ids[row], made.numpy(), params[row])
+        ended = output.samples.nonzero()[0]
+        if not ended.size:
+            return
+        pooled = rows_on_host(self._sums, slots[ended])
+        is_mean = np.array([params[row].pooling_type == "mean" for row in ended.tolist()])
+        pooled /= np.where(is_mean, self._batch.num_prompt_tokens[slots[ended]], 1)[:, None]
+        if self._row_layers:
+            pooled = through(self._row_layers, torch.from_numpy(pooled)).double().numpy()
+        for row, values in zip(ended.tolist(), pooled, strict=True):
+            is_of_tokens = params[row].pooling_type == "all"
+            made = (
+                torch.cat(self._token_rows.pop(int(slots[row]))).double().numpy() if is_of_tokens else values
+            )
+            if self._activation and params[row].activation is not False:
+                made = _ACTIVATIONS[self._activation](torch.from_numpy(made)).numpy()
+            _report(result, output.request_ids[row], made, params[row])
 
     def _take_in_all(self, output: SchedulerOutput, rows: Sequence[int], hidden: torch.Tensor) -> None:
         """Keep what the layers make of each token of the requests in `rows` of a step."""
-        starts = np.cumsum(output.num_tokens) - output.num_tokens
+        starts = output.num_tokens.cumsum() - output.num_tokens
         for row in rows:
             if not output.num_computed_tokens[row]:
                 self._token_rows[int(output.slots[row])] = []
@@ -128,29 +130,33 @@ class Pooler:
     def _take_in(
         self, output: SchedulerOutput, kind: PoolingType, rows: Int64Array, hidden: torch.Tensor
     ) -> None:
-        """Add the states [T, hidden] that count, of the requests in `rows`."""
-        counts, computed = output.num_tokens[rows], output.num_computed_tokens[rows]
+        """Take in the states [T, hidden] that count, of the requests in `rows`."""
+        counts = output.num_tokens[rows].astype(np.int64)
+        computed = output.num_computed_tokens[rows].astype(np.int64)
         slots = output.slots[rows].astype(np.int64)
-        num_prompt = self._batch.num_prompt_tokens[slots]
-        begins = slots if kind == "last" else slots[computed == 0]
-        self._sums[array_to_device(begins, hidden.device)] = -math.inf if kind == "max" else 0.0
-        starts = (np.cumsum(output.num_tokens) - output.num_tokens)[rows]  # of their tokens in the step
+        starts = (output.num_tokens.cumsum() - output.num_tokens)[rows]  # of their tokens in the step
         if kind in ("last", "cls"):
-            place = (num_prompt - 1 if kind == "last" else 0) - computed
-            owners = np.flatnonzero((place >= 0) & (place < counts))
-            places = place[owners]
+            place = (self._batch.num_prompt_tokens[slots] - 1 if kind == "last" else 0) - computed
+            is_in_step = (place >= 0) & (place < counts)
+            states = hidden[array_to_device((starts + place)[is_in_step], hidden.device)]
+            self._sums[array_to_device(slots[is_in_step], hidden.device)] = states.double()
+        elif kind == "max":
+            for slot, start, count, before in zip(slots, starts, counts, computed, strict=True):
+                largest = hidden[start : start + count].amax(0).double()
+                self._sums[slot] = torch.maximum(self._sums[slot], largest) if before else largest
         else:
-            owners = np.repeat(np.arange(len(rows)), counts)
-            places = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
-        for start in range(0, len(owners), POOLED_TOKENS):
-            piece = slice(start, start + POOLED_TOKENS)
-            own, place = owners[piece], places[piece]
-            states = hidden[array_to_device(starts[own] + place, hidden.device)].double()
-            if kind == "weighted_mean":
-                lengths, position = num_prompt[own], computed[own] + place
-                shares = 2 * (position + 1) / (lengths * (lengths + 1))
-                states *= array_to_device(shares, states.device)[:, None]
-            self._add(kind, slots[own], states)
+            shares = self._shares(output) if kind == "weighted_mean" else None
+            pieces = np.array((starts, counts, slots, computed == 0)).T.copy()
+            self._kernels.sum_rows(hidden, pieces, self._sums, unit=_UNITS[kind], shares=shares)
+
+    def _shares(self, output: SchedulerOutput) -> Float64Array:
+        """Return what the states of each of a step's tokens count for in weighted means, [T]."""
+        counts = output.num_tokens
+        lengths = np.repeat(self._batch.num_prompt_tokens[output.slots], counts)
+        first = np.repeat(output.num_computed_tokens - counts.cumsum() + counts, counts)
+        position = np.arange(len(lengths)) + first
+        shares: Float64Array = 2 * (position + 1) / (lengths * (lengths + 1))
+        return shares
 
     def _params(self, slot: int) -> PoolingParams:
         params = self._batch.running(slot).pooling_params
@@ -168,17 +174,6 @@ class Pooler:
                     f"request {output.request_ids[row]!r} is pooled by {kind} and scheduled from token "
                     f"{computed}, with {expected} pooled: its prompt must not come from a cache"
                 )
-
-    def _add(self, kind: PoolingType, slots: Int64Array, states: torch.Tensor) -> None:
-        """Add states [N, hidden] float64, of weighted means times their shares, to sums of slots [N]."""
-        if kind == "max":
-            for slot in np.unique(slots).tolist():
-                own = states[array_to_device(np.flatnonzero(slots == slot), states.device)]
-                self._sums[slot] = torch.maximum(self._sums[slot], own.amax(0))
-            return
-        if kind in _UNITS:
-            states = (states / _UNITS[kind]).round_().mul_(_UNITS[kind])
-        self._sums.index_add_(0, array_to_device(slots, states.device), states)
 
 
 def _report(

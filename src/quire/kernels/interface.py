@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 
 from quire.errors import QuireError
+from quire.kernels.arrays import Float64Array
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
-from quire.kernels.devices.device import HOST
+from quire.kernels.bounds import POOLED_TOKENS
+from quire.kernels.devices.device import HOST, array_to_device
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.activations import ACTIVATIONS, sigmoid, silu
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
@@ -26,6 +29,7 @@ from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Weight
 from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
+from quire.step import Int64Array
 
 
 class NotCapturableError(QuireError):
@@ -259,6 +263,39 @@ class KernelSet(ABC):
         if cos is not None and sin is not None:
             states.copy_(apply_rotary(states, cos, sin))
         return states
+
+    def sum_rows(
+        self,
+        rows: torch.Tensor,
+        pieces: Int64Array,
+        sums: torch.Tensor,
+        *,
+        unit: float,
+        shares: Float64Array | None = None,
+    ) -> None:
+        """Add up rows in float64, each times its share and rounded to multiples of `unit`.
+
+        So the sums are exact below 2**53 units, and do not depend on the order of the rows.
+
+        Args:
+            rows: [T, n].
+            pieces: [S, 4]: the first row of each piece, its number of rows, which of the sums they are added
+                to, no two the same, and whether that begins with zero.
+            sums: [any number, n] float64.
+            unit: a power of two.
+            shares: [T]; None: all are 1.
+        """
+        first, counts, places, begins = pieces.T
+        owners = np.repeat(np.arange(len(pieces)), counts)
+        which = first[owners] + np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+        sums[array_to_device(places[begins != 0], rows.device)] = 0.0
+        for start in range(0, len(which), POOLED_TOKENS):
+            own = which[start : start + POOLED_TOKENS]
+            wide = rows[array_to_device(own, rows.device)].double()
+            if shares is not None:
+                wide *= array_to_device(shares[own], rows.device)[:, None]
+            to = array_to_device(places[owners[start : start + POOLED_TOKENS]], rows.device)
+            sums.index_add_(0, to, (wide / unit).round_().mul_(unit))
 
     @abstractmethod
     def paged_attention(

@@ -254,6 +254,20 @@ def gate(
     eps: float,
 ) -> None: ...
 def soft_cap(numbers: int, count: int, cap: float) -> None: ...
+def sum_rows(
+    rows: int,
+    type: int,
+    num_rows: int,
+    row_stride: int,
+    num_features: int,
+    pieces: int,
+    num_pieces: int,
+    shares: int,
+    sums: int,
+    num_sums: int,
+    unit: float,
+) -> None: ...
+def gather_rows(rows: int, num_rows: int, row_bytes: int, places: int, num_places: int, out: int) -> None: ...
 def rotary_and_write_kv(
     kv: KVLayer,
     qkv: int,

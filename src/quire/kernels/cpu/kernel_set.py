@@ -7,9 +7,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from typing_extensions import override
 
+from quire.kernels.arrays import Float64Array
 from quire.kernels.attention.batch import AttentionBatch, check_distance_bias
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
@@ -25,6 +27,7 @@ from quire.kernels.cpu.sampling import NativeScans
 from quire.kernels.cpu.tensors import (
     Form,
     address,
+    check_arrays,
     check_contiguous,
     check_on_cpu,
     check_vector,
@@ -46,6 +49,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.host_choice import HostChoice
 from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kernels.size_classes import EXACT_SIZES
+from quire.step import Int64Array
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +226,34 @@ class NativeKernels(KernelSet):
         check_contiguous("logits", form_of(logits), tuple(logits.shape))
         _native.soft_cap(logits.data_ptr(), logits.numel(), cap)
         return logits
+
+    @override
+    def sum_rows(
+        self,
+        rows: torch.Tensor,
+        pieces: Int64Array,
+        sums: torch.Tensor,
+        *,
+        unit: float,
+        shares: Float64Array | None = None,
+    ) -> None:
+        numbers = _sum_numbers(
+            (rows.shape, rows.stride(), rows.dtype, rows.is_cpu),
+            (sums.shape, sums.stride(), sums.dtype, sums.is_cpu),
+        )
+        check_arrays(("pieces", pieces, np.dtype(np.int64), (len(pieces), 4)))
+        if shares is not None:
+            check_arrays(("shares", shares, np.dtype(np.float64), (len(rows),)))
+        _native.sum_rows(
+            rows.data_ptr(),
+            *numbers,
+            pieces.ctypes.data,
+            len(pieces),
+            0 if shares is None else shares.ctypes.data,
+            sums.data_ptr(),
+            len(sums),
+            unit,
+        )
 
     @override
     def rotary_and_write_kv(
@@ -438,6 +470,16 @@ def _norm_numbers(
         delta_stride = row_stride("delta", delta, shape)
     kind = _common_type(rows, out)
     return kind, num_rows, num_features, stride, delta_stride, written_row_stride("out", out, shape)
+
+
+@checked_once
+def _sum_numbers(rows: Form, sums: Form) -> tuple[int, int, int, int]:
+    """Return the type, the number of rows, the elements between them and the numbers of each."""
+    num_rows, num_features = rows[0]
+    if sums[2] is not torch.float64:
+        raise TypeError(f"sums is {sums[2]}; it must be float64")
+    check_contiguous("sums", sums, (sums[0][0], num_features))
+    return float_type("rows", rows), num_rows, row_stride("rows", rows), num_features
 
 
 @checked_once

@@ -16,6 +16,7 @@ from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.bounds import MAX_STRIDE, TILE
 from quire.kernels.cpu.programs import refuse_recording
+from quire.kernels.cpu.tensors import check_arrays
 from quire.kernels.devices.device import HOST
 from quire.kernels.size_classes import coarse_size_class
 
@@ -155,7 +156,7 @@ def _num_tokens(batch: AttentionBatch) -> int:
     counts, cached, tables = batch.num_tokens, batch.num_cached_tokens, batch.block_tables
     num_sequences = len(counts)
     width = tables.shape[-1] if tables.ndim else 0
-    _check_arrays(
+    check_arrays(
         ("num_tokens", counts, _INT64, (num_sequences,)),
         ("num_cached_tokens", cached, _INT64, (num_sequences,)),
         ("block_tables", tables, _INT32, (num_sequences, width)),
@@ -190,7 +191,7 @@ def _check_scores(scores: KeyScores, batch: AttentionBatch, num_tokens: int) -> 
         ("row_starts", scores.row_starts, scores.layer_rows.shape[1]),
         ("sum_starts", scores.sum_starts, scores.layer_sums.shape[1]),
     ):
-        _check_arrays((name, starts, _INT64, (num_tokens,)))
+        check_arrays((name, starts, _INT64, (num_tokens,)))
         is_outside = (starts != NOWHERE) & ((starts < 0) | (starts > size - lengths))
         if is_outside.any():
             first = int(is_outside.argmax())
@@ -201,7 +202,7 @@ def _check_scores(scores: KeyScores, batch: AttentionBatch, num_tokens: int) -> 
 
 def _check_skipped(skipped: SkippedKeys, batch: AttentionBatch) -> None:
     for name, places in (("start", skipped.start), ("end", skipped.end)):
-        _check_arrays((f"skipped_keys.{name}", places, _INT64, (len(batch.num_tokens),)))
+        check_arrays((f"skipped_keys.{name}", places, _INT64, (len(batch.num_tokens),)))
     is_any = skipped.is_any
     _check_highest("skipped_keys.start", skipped.start[is_any], _MAX_PLACES)
     is_new = skipped.end[is_any] > batch.num_cached_tokens[is_any]
@@ -210,7 +211,7 @@ def _check_skipped(skipped: SkippedKeys, batch: AttentionBatch) -> None:
 
 
 def _check_selection(selection: KeySelection, num_sequences: int) -> None:
-    _check_arrays(("key_selection.end", selection.end, _INT64, (num_sequences,)))
+    check_arrays(("key_selection.end", selection.end, _INT64, (num_sequences,)))
     _check_integer("key_selection.block_size", selection.block_size, TILE)
     _check_integer("key_selection.stride", selection.stride, 1)
     size, stride = selection.block_size, selection.stride
@@ -226,16 +227,6 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def _check_arrays(*wanted: tuple[str, npt.NDArray[Any], np.dtype[Any], tuple[int, ...]]) -> None:
-    """Raise ValueError unless each array, of a name, has this type and shape and is contiguous."""
-    for name, array, dtype, shape in wanted:
-        if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name} is {array.dtype} {list(array.shape)} with strides {array.strides} in bytes; it must "
-                f"be {dtype} {list(shape)} and contiguous"
-            )
 
 
 def _highest_slots(batch: AttentionBatch, num_tokens: int) -> tuple[int, int]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.kernels.cpu import _native
@@ -106,3 +109,13 @@ def check_vector(name: str, form: Form, size: int) -> None:
             "contiguous"
         )
     check_on_cpu(name, form)
+
+
+def check_arrays(*wanted: tuple[str, npt.NDArray[Any], np.dtype[Any], tuple[int, ...]]) -> None:
+    """Raise ValueError unless each array, of a name, has this type and shape and is contiguous."""
+    for name, array, dtype, shape in wanted:
+        if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name} is {array.dtype} {list(array.shape)} with strides {array.strides} in bytes; it must "
+                f"be {dtype} {list(shape)} and contiguous"
+            )

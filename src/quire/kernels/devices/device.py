@@ -32,6 +32,14 @@ def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tens
     return tensor if device == HOST else to_device(tensor, device)
 
 
+def rows_on_host(tensor: torch.Tensor, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a copy of some rows of a tensor in the host's memory; waits for its device."""
+    if tensor.is_cpu:
+        taken: npt.NDArray[Any] = tensor.numpy()[rows]
+        return taken
+    return tensor[array_to_device(rows, tensor.device)].cpu().numpy()
+
+
 def copy_to_device(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a tensor of the host to `target`, which may be on a device, without waiting for it."""
     if target.device.type == "cuda":
