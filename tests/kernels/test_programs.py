@@ -58,6 +58,30 @@ def test_what_is_replayed_is_computed_of_new_numbers() -> None:
         assert torch.equal(replayed, out)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_rows_are_taken_by_native_kernels(dtype: torch.dtype) -> None:
+    table, places = torch.randn(50, HIDDEN).to(dtype), torch.zeros(7, dtype=torch.int64)
+    out = torch.zeros(14, HIDDEN, dtype=dtype)
+
+    def compute() -> None:
+        embedded = torch.nn.functional.embedding(places, table)
+        weight = torch.ones(HIDDEN)
+        KERNELS.rms_norm(embedded, weight, eps=1e-6, out=out[:7])
+        KERNELS.rms_norm(table.index_select(0, places), weight, eps=1e-6, out=out[7:])
+
+    replay = PROGRAMS.capture(compute)
+    places.copy_(torch.tensor([49, 0, 3, 3, 7, 1, 20]))
+    replay()
+    replayed = out.clone()
+    compute()
+    assert torch.equal(replayed, out)
+    for wrong in (50, -1):
+        places[3] = wrong
+        with pytest.raises(IndexError):
+            replay()
+
+
 @torch.inference_mode()
 def test_captures_share_the_memory_of_their_results() -> None:
     steps = []

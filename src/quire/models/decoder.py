@@ -215,9 +215,10 @@ class Decoder:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         if self._learned_positions is not None:
             if token_types is None:
-                hidden += self._learned_positions[0].index_select(0, positions)
+                learned = self._learned_positions[0].index_select(0, positions)
             else:
-                hidden += self._learned_positions[to_device(token_types, positions.device), positions]
+                learned = self._learned_positions[to_device(token_types, positions.device), positions]
+            self.kernels.add_rms_norm(hidden, learned, None, eps=self.config.norm_eps)
         if self._embedding_norm is not None:
             weight, bias = self._embedding_norm
             self.kernels.rms_norm(hidden, weight, bias=bias, eps=self.config.norm_eps, out=hidden)

@@ -62,10 +62,21 @@ class _Replay:
     calls: Sequence[Callable[[], object]]
     kept: tuple[object, ...]
 
-    @torch.inference_mode()
     def __call__(self) -> None:
         for call in self.calls:
             call()
+
+
+def _gathered(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the matrix and which of its rows a call of torch takes, if it does that and nothing else."""
+    if func is torch.ops.aten.embedding.default:
+        rows, places = args[:2]
+    elif func is torch.ops.aten.index_select.default and args[1] == 0:
+        rows, places = args[0], args[2]
+    else:
+        return None
+    are_plain = rows.is_contiguous() and places.is_contiguous() and places.dtype is torch.int64
+    return (rows, places) if are_plain and rows.ndim == 2 and places.ndim == 1 else None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -115,6 +126,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(tag in func.tags for tag in _OF_NUMBERS) and not (name == "index" and _has_no_mask(args[1])):
             raise NotCapturableError(f"torch's {name} depends on the numbers in a tensor")
         result = func(*args, **kwargs)
+        if rows := _gathered(func, args):
+            return self._gather(*rows, result)
         if func._schema.is_mutable:
             self._calls_torch(functools.partial(func, *args, **kwargs))
         elif not func.is_view:
@@ -127,6 +140,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _calls_torch(self, call: Callable[[], object]) -> None:
         self.record()
         self._calls.append(call)
+
+    def _gather(self, rows: torch.Tensor, places: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Have the native kernels take some rows of a matrix."""
+        held = self._held(result)
+        row_bytes = rows.shape[1] * rows.itemsize
+        _native.gather_rows(
+            rows.data_ptr(), len(rows), row_bytes, places.data_ptr(), len(places), held.data_ptr()
+        )
+        return held
 
     def _held(self, result: torch.Tensor) -> torch.Tensor:
         """Return a result, or what will be one, where it will be each time."""
