@@ -239,7 +239,7 @@ class PersistentBatch:
         """Truncate the rows of this step to the tokens that the scheduler knows."""
         self._check_slots(output)
         slots, known = output.slots, output.num_known_tokens
-        beyond = np.flatnonzero(known > self.num_tokens[slots])
+        beyond = (known > self.num_tokens[slots]).nonzero()[0]
         if beyond.size:
             row = int(beyond[0])
             raise InconsistentPlanError(

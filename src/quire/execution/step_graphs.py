@@ -40,7 +40,7 @@ from quire.kernels.attention.step_arrays import (
     StepArrays,
     lengthened,
 )
-from quire.kernels.devices.device import copy_to_device
+from quire.kernels.devices.device import HOST, copy_to_device
 from quire.kernels.interface import Capture, NotCapturableError
 from quire.kernels.size_classes import CHUNK_SIZES, EXACT_SIZES
 from quire.step import GraphStats, Int64Array
@@ -245,7 +245,7 @@ class StaticArrays(StepArrays):
                 places[name].append(slice(end, end + array.nbytes))
                 end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._octets = torch.zeros(end, dtype=torch.uint8, device=device)
-        self._octets_to_copy = torch.zeros(end, dtype=torch.uint8)
+        self._octets_to_copy = self._octets if device == HOST else torch.zeros(end, dtype=torch.uint8)
         octets = self._octets_to_copy.numpy()
         self._to_copy: dict[Hashable, list[npt.NDArray[Any]]] = {}
         for name, (arrays, numbers) in made.items():
@@ -286,7 +286,8 @@ class StaticArrays(StepArrays):
         for name, (arrays, _) in made.items():
             for to_copy, array in zip(self._to_copy[name], arrays, strict=True):
                 to_copy[...] = array
-        copy_to_device(self._octets_to_copy, self._octets)
+        if self._octets_to_copy is not self._octets:
+            copy_to_device(self._octets_to_copy, self._octets)
 
     @override
     def of(

@@ -237,7 +237,7 @@ def _wait_as_standby(front: int, output: int) -> bool:
             return True
         if not readable:
             continue
-        importing.join(FRONT_CHECK_INTERVAL)  # it needs the interpreter's lock to end, and may wait for a core
+        importing.join(FRONT_CHECK_INTERVAL)  # it needs the interpreter's lock, and may wait for a core
         if not importing.is_alive():
             awaited.remove(imported)
             os.close(imported)

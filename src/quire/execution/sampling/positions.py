@@ -35,12 +35,12 @@ class SamplingPositions:
     @classmethod
     def of(cls, output: SchedulerOutput) -> Self:
         """Return the positions of a step; a row that does not reach its last known token has none."""
-        rows = np.flatnonzero(output.samples)
+        rows = output.samples.nonzero()[0]
         drafts = output.draft_token_ids[rows]
         request = np.arange(len(rows))
         offset = np.zeros(len(rows), dtype=np.int64)
         positions = output.num_known_tokens[rows].astype(np.int64)
-        tokens = np.cumsum(output.num_tokens, dtype=np.int64)[rows] - 1
+        tokens = output.num_tokens.cumsum(dtype=np.int64)[rows] - 1
         if drafts.size:
             num_positions = 1 + np.count_nonzero(drafts != NO_TOKEN, axis=1)
             request = np.repeat(request, num_positions)

@@ -125,7 +125,7 @@ class AttentionBatch:
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
         counts = np.asarray(num_tokens, dtype=np.int64)
         tables = np.ascontiguousarray(block_tables, dtype=np.int32)
-        first_row = np.cumsum(counts) - counts
+        first_row = counts.cumsum() - counts
         sequence = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(sequence)) + (computed - first_row)[sequence]
         cached, places = computed, positions
@@ -205,13 +205,13 @@ class AttentionBatch:
             if self.num_cached_tokens.any():
                 raise ValueError("a sequence has tokens before the step; prompts must be computed whole")
             counts, total = self.num_tokens, len(self.positions)
-            first_row = np.cumsum(counts) - counts
+            first_row = counts.cumsum() - counts
             rows = first_row[:, None] + np.arange(counts.max(initial=0))
             made = self.plans[_OVER_ROWS] = AttentionBatch(
                 positions=self.positions,
                 block_size=1,
-                slot_blocks=torch.arange(total),
-                slot_offsets=torch.zeros(total, dtype=torch.int64),
+                slot_blocks=torch.from_numpy(np.arange(total)),
+                slot_offsets=torch.from_numpy(np.zeros(total, dtype=np.int64)),
                 num_cached_tokens=self.num_cached_tokens,
                 num_tokens=counts,
                 block_tables=np.minimum(rows, total - 1).astype(np.int32),

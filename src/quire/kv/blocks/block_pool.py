@@ -173,8 +173,8 @@ class BlockPool:
         if left.min() < 0:
             raise ValueError(f"KV block {block_ids[left.argmin()]} released more often than it was taken")
         # A block that is named more than once becomes free where it is named last.
-        _, last = np.unique(block_ids[::-1], return_index=True)
-        last = np.sort(len(block_ids) - 1 - last)
+        places = {block: place for place, block in enumerate(block_ids.tolist())}
+        last = np.array(sorted(places.values()))
         last = last[left[last] == 0]
         free = block_ids[last]
         is_cached = self._is_cached[free]

@@ -201,7 +201,8 @@ class KVCacheManager:
         """Return the positions in `slots` that hold computed full blocks which cannot be found yet."""
         if not self.enable_prefix_caching:
             return np.empty(0, dtype=np.int32)
-        return np.flatnonzero(num_computed // self.block_size > self._num_cached[slots]).astype(np.int32)
+        has_new = num_computed // self.block_size > self._num_cached[slots]
+        return has_new.nonzero()[0].astype(np.int32)
 
     def cache_full_blocks(
         self, request_ids: list[str], slots: IntArray, num_computed: IntArray, token_ids: IntArray
@@ -397,7 +398,9 @@ class KVCacheManager:
             yield
         finally:
             closed, self._closed = self._closed, None
-            if closed:
+            if len(closed) == 1:
+                self.pools.release(*closed[0])
+            elif closed:
                 priorities = [np.full(block_ids.shape[1], priority) for block_ids, priority in closed]
                 block_ids = np.concatenate([block_ids for block_ids, _ in closed], axis=1)
                 self.pools.release(block_ids, np.concatenate(priorities))

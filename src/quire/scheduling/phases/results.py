@@ -195,7 +195,7 @@ class ResultsPhase:
         accounts = self.accounts
         running = accounts.running
         # A slot that was left is fenced until this step has been applied, so no other request is in it yet.
-        rows = np.flatnonzero(running.occupied[scheduler_output.slots])
+        rows = running.occupied[scheduler_output.slots].nonzero()[0]
         slots = scheduler_output.slots[rows]
         sampled = computed.sampled_token_ids[rows]
         num_computed = (scheduler_output.num_computed_tokens + scheduler_output.num_tokens)[rows]
@@ -233,6 +233,8 @@ class ResultsPhase:
         for column in range(results.sampled.shape[1]):
             goes_on = goes_on & (results.sampled[:, column] != NO_TOKEN)
             rows = goes_on.nonzero()[0]
+            if not rows.size:
+                return
             row_slots, token_ids = slots[rows], results.sampled[rows, column]
             running.append(row_slots, token_ids)
             results.num_new[rows] += 1

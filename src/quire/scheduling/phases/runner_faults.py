@@ -140,7 +140,7 @@ def _missing_samples(
         for row in lacks.nonzero()[0].tolist()
         if (name := planned.request_ids[row]) not in computed.pooled
     ]
-    for row in np.flatnonzero(samples & running.is_beam[planned.slots]).tolist():
+    for row in (samples & running.is_beam[planned.slots]).nonzero()[0].tolist():
         if planned.request_ids[row] not in computed.logprobs:
             missing.append(planned.request_ids[row])
     return dict.fromkeys(missing, NO_SAMPLE)

@@ -31,6 +31,8 @@ class RunningPhase:
 
     def plan(self, plan: Plan) -> None:
         """Hand the budget to the running requests in order, and preempt until their new blocks are free."""
+        if not len(self.accounts.running):
+            return
         if self.accounts.kv.pools.windows:
             self._leave_windows()
         self.beam_phase.place(plan, self._make_room)
@@ -74,7 +76,7 @@ class RunningPhase:
             wanted = accounts.states.limit_chunks(slots, wanted)
         chunk_limit = accounts.config.long_prefill_token_threshold or plan.budget
         wanted = accounts.flow_shares.bound(slots, np.minimum(np.maximum(wanted, 0), chunk_limit))
-        left_before = plan.budget - (np.cumsum(wanted) - wanted)
+        left_before = plan.budget - (wanted.cumsum() - wanted)
         plan.slots = slots
         plan.num_tokens = np.minimum(np.maximum(left_before, 0), wanted).astype(np.int32)
         plan.budget -= int(plan.num_tokens.sum())
