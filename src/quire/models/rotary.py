@@ -47,9 +47,12 @@ class RotaryTable:
         return cos, sin, self.query_scale(positions)
 
     def _host_arrays(self, batch: AttentionBatch) -> HostArrays:
-        rows = self.rows(batch.positions, last=batch.last_position)
-        scale = self.query_scale(batch.positions)
-        return HostArrays(tuple(each.numpy() for each in (*rows, scale) if each is not None))
+        last = batch.last_position
+        if last >= len(self._cos):
+            self._grow(last + 1)
+        tables = [self._cos, self._sin, self._query_scale][: 3 if self._rope.query_beta else 2]
+        positions = batch.positions.numpy()  # numpy takes a few rows in a fraction of torch's time
+        return HostArrays(tuple(table.numpy()[positions] for table in tables))
 
     def rows(self, positions: torch.Tensor, *, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin), each [T, rotary_dim / 2] float32.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from quire.scheduling.accounts.plan import Plan
 from quire.scheduling.interface import StepWithdrawnError
 from quire.scheduling.phases.drafting import Drafting
 from quire.scheduling.phases.lost_steps import LostSteps
-from quire.step import CachedRequestData, ChosenTokens, SchedulerOutput
+from quire.step import CachedRequestData, ChosenTokens, IntArray, SchedulerOutput
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,8 +56,8 @@ class CommitPhase:
             scheduled_new_reqs=plan.new,
             scheduled_cached_reqs=CachedRequestData(*plan.new_blocks, plan.resumed),
             forks=plan.forks,
-            chosen_tokens=ChosenTokens(*np.array(plan.chosen, dtype=np.int32).reshape(-1, 2).T),
-            block_copies=np.array(plan.block_copies, dtype=np.int32).reshape(-1, 2, len(accounts.kv.pools)),
+            chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
+            block_copies=_pairs(plan.block_copies, len(accounts.kv.pools)),
             evictions=evictions,
             state_copies=state_copies,
             pending_structured_output_tokens=bool(in_flight)
@@ -78,3 +80,8 @@ class CommitPhase:
             self.lost_steps.withdraw_newest()
             raise StepWithdrawnError("the KV connector could not prepare the step") from error
         return output if metadata is None else dataclasses.replace(output, kv_connector_metadata=metadata)
+
+
+def _pairs(found: Sequence[Any], *each: int) -> IntArray:
+    """Return pairs of numbers, or of arrays of the shape `each`: [N, 2, *each]."""
+    return np.array(found, dtype=np.int32) if found else np.empty((0, 2, *each), dtype=np.int32)
