@@ -1,6 +1,6 @@
 // What is computed number by number or row by row between the products: norms, activations, what becomes of queries, keys and
-// values before attention, and sums of rows. The numbers of a row are adjacent; strides are in elements. A row's result depends on that row
-// alone, and the tasks are whole rows, so it has the same bits in any company.
+// values before attention, and sums of rows. The numbers of a row are adjacent; strides are in elements. But for sums, a row's
+// result depends on that row alone, and the tasks are whole rows, so it has the same bits in any company.
 #pragma once
 
 #include <cstdint>
