@@ -14,7 +14,7 @@ from quire.kernels.devices.device import array_to_device, rows_on_host
 from quire.kernels.interface import KernelSet
 from quire.models.row_layers import DenseRows, through
 from quire.pooling_params import PoolingParams, PoolingType
-from quire.step import Int64Array, ModelRunnerOutput, SchedulerOutput
+from quire.step import Int64Array, IntArray, ModelRunnerOutput, SchedulerOutput
 
 _UNITS = {"mean": 2.0**-26, "weighted_mean": 2.0**-36}
 """States, of the latter times their shares, are rounded to multiples of it before they are added up, so that
@@ -80,12 +80,13 @@ class Pooler:
         for row, one in enumerate(params):
             assert one.pooling_type is not None
             rows_of.setdefault(one.pooling_type, []).append(row)
+        starts = output.num_tokens.cumsum() - output.num_tokens  # of the requests' tokens in the step
         for kind, rows in rows_of.items():
             self._check_positions(output, kind, rows)
             if kind == "all":
-                self._take_in_all(output, rows, hidden)
+                self._take_in_all(output, rows, starts, hidden)
             else:
-                self._take_in(output, kind, np.array(rows), hidden)
+                self._take_in(output, kind, np.array(rows), starts, hidden)
         slots = output.slots.astype(np.int64)
         self._next_positions[slots] = output.num_computed_tokens + output.num_tokens
         ended = output.samples.nonzero()[0]
@@ -105,9 +106,10 @@ class Pooler:
                 made = _ACTIVATIONS[self._activation](torch.from_numpy(made)).numpy()
             _report(result, output.request_ids[row], made, params[row])
 
-    def _take_in_all(self, output: SchedulerOutput, rows: Sequence[int], hidden: torch.Tensor) -> None:
+    def _take_in_all(
+        self, output: SchedulerOutput, rows: Sequence[int], starts: IntArray, hidden: torch.Tensor
+    ) -> None:
         """Keep what the layers make of each token of the requests in `rows` of a step."""
-        starts = output.num_tokens.cumsum() - output.num_tokens
         for row in rows:
             if not output.num_computed_tokens[row]:
                 self._token_rows[int(output.slots[row])] = []
@@ -128,33 +130,37 @@ class Pooler:
         return torch.from_numpy(np.concatenate(of_second).astype(np.int64))
 
     def _take_in(
-        self, output: SchedulerOutput, kind: PoolingType, rows: Int64Array, hidden: torch.Tensor
+        self,
+        output: SchedulerOutput,
+        kind: PoolingType,
+        rows: Int64Array,
+        starts: IntArray,
+        hidden: torch.Tensor,
     ) -> None:
         """Take in the states [T, hidden] that count, of the requests in `rows`."""
         counts = output.num_tokens[rows].astype(np.int64)
         computed = output.num_computed_tokens[rows].astype(np.int64)
         slots = output.slots[rows].astype(np.int64)
-        starts = (output.num_tokens.cumsum() - output.num_tokens)[rows]  # of their tokens in the step
+        first = starts[rows]
         if kind in ("last", "cls"):
             place = (self._batch.num_prompt_tokens[slots] - 1 if kind == "last" else 0) - computed
             is_in_step = (place >= 0) & (place < counts)
-            states = hidden[array_to_device((starts + place)[is_in_step], hidden.device)]
+            states = hidden[array_to_device((first + place)[is_in_step], hidden.device)]
             self._sums[array_to_device(slots[is_in_step], hidden.device)] = states.double()
         elif kind == "max":
-            for slot, start, count, before in zip(slots, starts, counts, computed, strict=True):
+            for slot, start, count, before in zip(slots, first, counts, computed, strict=True):
                 largest = hidden[start : start + count].amax(0).double()
                 self._sums[slot] = torch.maximum(self._sums[slot], largest) if before else largest
         else:
-            shares = self._shares(output) if kind == "weighted_mean" else None
-            pieces = np.array((starts, counts, slots, computed == 0)).T.copy()
+            shares = self._shares(output, starts) if kind == "weighted_mean" else None
+            pieces = np.array((first, counts, slots, computed == 0)).T.copy()
             self._kernels.sum_rows(hidden, pieces, self._sums, unit=_UNITS[kind], shares=shares)
 
-    def _shares(self, output: SchedulerOutput) -> Float64Array:
+    def _shares(self, output: SchedulerOutput, starts: IntArray) -> Float64Array:
         """Return what the states of each of a step's tokens count for in weighted means, [T]."""
         counts = output.num_tokens
         lengths = np.repeat(self._batch.num_prompt_tokens[output.slots], counts)
-        first = np.repeat(output.num_computed_tokens - counts.cumsum() + counts, counts)
-        position = np.arange(len(lengths)) + first
+        position = np.arange(len(lengths)) + np.repeat(output.num_computed_tokens - starts, counts)
         shares: Float64Array = 2 * (position + 1) / (lengths * (lengths + 1))
         return shares
 

@@ -47,9 +47,7 @@ class RotaryTable:
         return cos, sin, self.query_scale(positions)
 
     def _host_arrays(self, batch: AttentionBatch) -> HostArrays:
-        last = batch.last_position
-        if last >= len(self._cos):
-            self._grow(last + 1)
+        self._cover(batch.last_position)
         tables = [self._cos, self._sin, self._query_scale][: 3 if self._rope.query_beta else 2]
         positions = batch.positions.numpy()  # numpy takes a few rows in a fraction of torch's time
         return HostArrays(tuple(table.numpy()[positions] for table in tables))
@@ -61,8 +59,7 @@ class RotaryTable:
             positions: [T] int64, on the table's device.
             last: the highest of them, or more; -1: there are none.
         """
-        if last >= len(self._cos):
-            self._grow(last + 1)
+        self._cover(last)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
@@ -72,6 +69,11 @@ class RotaryTable:
             positions: those of the last call of `rows`, or of earlier ones.
         """
         return self._query_scale.index_select(0, positions) if self._rope.query_beta else None
+
+    def _cover(self, last: int) -> None:
+        """Grow the table unless it has the angles of positions up to `last`."""
+        if last >= len(self._cos):
+            self._grow(last + 1)
 
     def _grow(self, needed: int) -> None:
         starts = range(len(self._cos), max(needed, len(self._cos) * 2), CHUNK)
