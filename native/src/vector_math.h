@@ -17,12 +17,20 @@ QUIRE_INLINE f32x16 times_power_of_two(f32x16 values, f32x16 powers) {
 #endif
 }
 
+// Numbers of a magnitude below 2^22, rounded; ties to even.
+QUIRE_INLINE f32x16 nearest_whole(f32x16 x) {
+#if defined(__AVX512F__)
+  return bits_as<f32x16>(_mm512_roundscale_ps(bits_as<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  constexpr float kRound = 12582912.0f;  // as in `exp`
+  return (x + kRound) - kRound;
+#endif
+}
+
 // Within 1.2 ulp. exp(-inf) is 0, exp(0) is exactly 1, exp of a NaN is NaN, and exp of more than 88.73 infinity.
 QUIRE_INLINE f32x16 exp(f32x16 x) {
-  // The comparisons are so that a NaN stays.
-  x = select(x < -110.0f, splat(-110.0f), x);
-  x = select(x > 90.0f, splat(90.0f), x);
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
+  x = minimum(splat(90.0f), maximum(splat(-110.0f), x));  // in this order, a NaN stays
+  constexpr float kRound = 12582912.0f;                   // 1.5 * 2^23: adding and taking it away rounds to a whole number
   const f32x16 shifted = x * 1.44269504f + kRound;
   f32x16 power = shifted - kRound;
   // ln 2 in two parts, of which the first has few bits: its product with `power` is exact.
@@ -37,6 +45,22 @@ QUIRE_INLINE f32x16 exp(f32x16 x) {
   sum = sum * rest + 1.6666521e-1f;
   sum = sum * rest + 4.9999994e-1f;
   sum = sum * rest + 1.0f;
+  sum = sum * rest + 1.0f;
+  return times_power_of_two(sum, power);
+}
+
+// 2 to the power of numbers that are at most 0, within 3 parts in a million. It is 0 for -inf, exactly 1 for 0, and NaN for NaN.
+QUIRE_INLINE f32x16 rough_exp2(f32x16 x) {
+  x = maximum(splat(-160.0f), x);
+  f32x16 power = nearest_whole(x);
+  const f32x16 rest = x - power;
+#if !defined(__AVX512F__)
+  power = select(power == power, power, f32x16{});  // as in `exp`
+#endif
+  f32x16 sum = splat(9.58284363e-3f);
+  sum = sum * rest + 5.59064262e-2f;
+  sum = sum * rest + 2.40240991e-1f;
+  sum = sum * rest + 6.93124175e-1f;
   sum = sum * rest + 1.0f;
   return times_power_of_two(sum, power);
 }

@@ -187,6 +187,7 @@ QUIRE_INLINE V select(Mask mask, V a, V b) {
   }
 }
 
+// `b` where one of the numbers is NaN.
 template <class V>
 QUIRE_INLINE V maximum(V a, V b) {
   return select(a > b, a, b);

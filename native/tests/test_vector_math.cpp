@@ -36,6 +36,13 @@ __attribute__((noinline)) void check_all() {
       } else {
         CHECK(ulps(power, std::exp(static_cast<double>(x))) < 1.2, "exp(%.9g) = %.9g", x, power);
       }
+      if (sign != 0) {
+        const float rough = rough_exp2(splat(x))[bits % kLanes];
+        const double exact = std::exp2(static_cast<double>(x));
+        // Numbers below the least that is normalized have fewer bits.
+        CHECK(x < -150.0f ? rough == 0.0f : std::fabs(rough - exact) <= 3e-6 * exact + 1.5e-45, "rough_exp2(%.9g) = %.9g", x,
+              rough);
+      }
       const float tangent = quire::QUIRE_ISA::tanh(splat(x))[bits % kLanes];
       CHECK(ulps(tangent, std::tanh(static_cast<double>(x))) < 1.4, "tanh(%.9g) = %.9g", x, tangent);
       const float tail = quire::QUIRE_ISA::normal_tail(splat(x))[bits % kLanes];
@@ -49,12 +56,15 @@ __attribute__((noinline)) void check_all() {
   CHECK(quire::QUIRE_ISA::exp(splat(0.0f))[0] == 1.0f, "exp(0)");
   CHECK(quire::QUIRE_ISA::exp(splat(-kInfinity))[0] == 0.0f, "exp(-inf)");
   CHECK(quire::QUIRE_ISA::exp(splat(kInfinity))[0] == kInfinity, "exp(inf)");
+  CHECK(rough_exp2(splat(0.0f))[0] == 1.0f, "rough_exp2(0)");
+  CHECK(rough_exp2(splat(-kInfinity))[0] == 0.0f, "rough_exp2(-inf)");
   CHECK(quire::QUIRE_ISA::tanh(splat(kInfinity))[0] == 1.0f, "tanh(inf)");
   CHECK(quire::QUIRE_ISA::normal_tail(splat(kInfinity))[0] == 0.0f, "normal_tail(inf)");
   CHECK(quire::QUIRE_ISA::softplus(splat(kInfinity))[0] == kInfinity, "softplus(inf)");
   CHECK(quire::QUIRE_ISA::softplus(splat(-kInfinity))[0] == 0.0f, "softplus(-inf)");
   const float nan = std::nanf("");
   CHECK(std::isnan(quire::QUIRE_ISA::exp(splat(nan))[0]), "exp(NaN)");
+  CHECK(std::isnan(rough_exp2(splat(nan))[0]), "rough_exp2(NaN)");
   CHECK(std::isnan(quire::QUIRE_ISA::tanh(splat(nan))[0]), "tanh(NaN)");
   CHECK(std::isnan(quire::QUIRE_ISA::normal_tail(splat(nan))[0]), "normal_tail(NaN)");
   CHECK(std::isnan(quire::QUIRE_ISA::softplus(splat(nan))[0]), "softplus(NaN)");
