@@ -122,6 +122,21 @@ def test_equals_textbook_attention(
     check_against_naive(sequences, outputs, types, **options)
 
 
+@on_instruction_sets(kv_dtype=[torch.int8, "int4"], head_dim=[16, 80, 128])
+def test_whole_numbers_lose_nothing_but_the_rounding_of_results(
+    instruction_set: str, kv_dtype: Any, head_dim: int
+) -> None:
+    if instruction_set not in {"avx512", "avx512bf16"}:
+        pytest.skip("multiplies such keys and values as floats")
+    types = torch.bfloat16, kv_dtype
+    sequences = Sequences.random([200, 70], 6, 2, head_dim)
+    outputs = run_paged(sequences, kernel=paged_attention, dtype=types[0], kv_dtype=types[1], chunks=[1, 60])
+    cached = sequences.as_cached(*types)
+    for index, output in enumerate(outputs):
+        expected = naive_attention(cached, index)
+        torch.testing.assert_close(output.double(), expected, atol=1e-4, rtol=2**-8)
+
+
 @pytest.mark.formats
 @pytest.mark.first_case
 @on_instruction_sets(

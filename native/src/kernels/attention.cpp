@@ -28,6 +28,7 @@ class HeadTask {
       : call_(call), bias_(bias), layout_(layout), rows_(call, block, head), kept_(call, layout) {
     char* memory = call.scratch + layout.threads + thread * layout.thread.total;
     query_ = reinterpret_cast<Number*>(memory + layout.thread.query);
+    query_rows_ = reinterpret_cast<QueryRow*>(memory + layout.thread.query_rows);
     keys_ = memory + layout.thread.keys;
     values_ = memory + layout.thread.values;
     scores_ = reinterpret_cast<float*>(memory + layout.thread.scores);
@@ -39,14 +40,14 @@ class HeadTask {
 
   // The whole block: its spans one after the other.
   void attend() {
-    rows_.take_query(query_);
+    rows_.take_query(query_, query_rows_);
     attend_spans(&HeadTask::attend_span);
     finish();
   }
 
   // One of its spans, to be merged later.
   void attend_part(int span) {
-    rows_.take_query(query_);
+    rows_.take_query(query_, query_rows_);
     attend_span(span, partial(span));
   }
 
@@ -58,7 +59,7 @@ class HeadTask {
 
   // Adds what the block's rows give to each key to the sums of their sequences; needs the rows' normalizers.
   void sum_key_scores() {
-    rows_.take_query(query_);
+    rows_.take_query(query_, query_rows_);
     for (int span = 0; span < rows_.block.num_spans; ++span) {
       const AttentionSpan& visits = rows_.span(span);
       for (int64_t visit = visits.first_visit; visit < visits.first_visit + visits.num_visits; ++visit) {
@@ -140,20 +141,23 @@ class HeadTask {
   QUIRE_INLINE void take_scores(const AttentionVisit& visit, const Tile& tile, int64_t first_row, int count, const Values& values,
                                 const State& state, Ahead& ahead) {
     const float* value_scales = sizeof(T) == 1 ? tile.value_scales : nullptr;
-    float factors[kPackedRows<Path>];
+    float factors[kPackedRows<Path>], units[kPackedRows<Path>];
     for (int i = 0; i < count; ++i) {
       const int64_t row = first_row + i;
       f32x16 scores[kTileVectors];
       finish_scores_of(visit, tile, row, i, scores);
       float* kept = nullptr;
       if (call_.key_scores != nullptr) kept = kept_.weights(rows_.token_of(row), rows_.query_head(row), visit.tile);
-      factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens, kept);
+      const Weighed weighed =
+          weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens, kept);
+      factors[i] = weighed.factor;
+      units[i] = weighed.unit;
       if (kept != nullptr) kept_.note_best(kept, state.best[row]);
     }
-    add_values<Path>(
-        registers_, count,
-        {weights_, factors, rows_.seen(visit, first_row, count), rows_.value_dim, state.totals + first_row * rows_.value_dim},
-        values, ahead);
+    add_values<Path>(registers_, count,
+                     {weights_, factors, units, rows_.seen(visit, first_row, count), rows_.value_dim,
+                      state.totals + first_row * rows_.value_dim},
+                     values, ahead);
   }
 
   // The scores of row `row`, which has them at `index`.
@@ -161,7 +165,9 @@ class HeadTask {
                                      f32x16 (&scores)[kTileVectors]) const {
     int first, last;
     rows_.limits(visit, row, &first, &last);
-    finish_scores(call_, scores_ + index * kTileTokens, sizeof(T) == 1 ? tile.key_scales : nullptr, first, last, scores);
+    const float* products = scores_ + index * kTileTokens;
+    for (int i = 0; i < kTileVectors; ++i) scores[i] = Path::template load_scores<T>(products + i * kLanes, query_rows_[row]);
+    finish_scores(call_, sizeof(T) == 1 ? tile.key_scales : nullptr, first, last, scores);
     if (!bias_) return;
     f32x16 biased[kTileVectors];  // so that without a bias, no score has to be in memory
     for (int i = 0; i < kTileVectors; ++i) biased[i] = scores[i];
@@ -173,7 +179,7 @@ class HeadTask {
   // A weight of zero times NaN is NaN: a row may have one from a value that only its neighbours see. Not if it is alone.
   void finish() {
     if (write()) return;
-    rows_.take_query(query_);
+    rows_.take_query(query_, query_rows_);
     attend_spans(&HeadTask::attend_span_apart);
     write();
   }
@@ -279,6 +285,7 @@ class HeadTask {
   const HeadRows rows_;
   const KeptWeights kept_;
   Number* query_;
+  QueryRow* query_rows_;
   char* keys_;
   char* values_;
   float* scores_;
@@ -346,10 +353,12 @@ void attention(const AttentionCall& call, ThreadPool& pool) {
 
 void attention(const AttentionCall& call, ThreadPool& pool) {
 #if defined(__AVX512BF16__)
+  if (call.query_type == DType::kBFloat16 && call.kv->type == DType::kBFloat16) return attend<BFloat16Path, bf16>(call, pool);
+#endif
+#if defined(__AVX512VNNI__)
   if (call.query_type == DType::kBFloat16) {
-    if (call.kv->type == DType::kBFloat16) return attend<BFloat16Path, bf16>(call, pool);
-    if (call.kv->type == DType::kInt8) return attend<BFloat16Path, int8_t>(call, pool);
-    if (call.kv->type == DType::kInt4) return attend<BFloat16Path, Int4Pair>(call, pool);
+    if (call.kv->type == DType::kInt8) return attend<BytesPath, int8_t>(call, pool);
+    if (call.kv->type == DType::kInt4) return attend<BytesPath, Int4Pair>(call, pool);
   }
 #endif
   switch (call.kv->type) {

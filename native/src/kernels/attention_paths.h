@@ -37,27 +37,64 @@ struct Ahead {
   }
 };
 
+// A whole number of 16 bits: of each four, the higher bytes lie before the lower ones. See attention_bytes.h.
+struct SplitNumber {
+  uint8_t bytes[2];
+};
+
+// What a query's products are to be multiplied by, and the sum of its numbers where they are whole.
+struct QueryRow {
+  float unit;
+  int32_t sum;
+};
+
 // -- paths: in what numbers the products are computed ---------------------------------------------------------------------
 
 // A sum of which a group of consecutive steps is added up. Here, each step is added to the sum.
 template <class Path>
 struct PlainGroup {
-  static constexpr int kSums = 1;  // in registers
+  using Sum = typename Path::Sum;
 
-  f32x16 sum;
+  Sum sum;
 
-  QUIRE_INLINE void begin(f32x16 before) { sum = before; }
+  QUIRE_INLINE void begin(const Sum& before) { sum = before; }
   template <class Input, class Column>
   QUIRE_INLINE void add(Input input, Column column) {
     Path::add(sum, input, column);
   }
-  QUIRE_INLINE f32x16 total() const { return sum; }
+  template <class Input, class Column>
+  QUIRE_INLINE void add_values(Input input, Column column) {
+    Path::add_values(sum, input, column);
+  }
+  QUIRE_INLINE const Sum& total() const { return sum; }
 };
 
 struct NoRegisters {};
 
+// Takes a query as it is.
+template <class From, class Number>
+QueryRow take_row(const From* row, int64_t count, float scale, Number* to) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(row + i));
+  return {scale, 0};
+}
+
+// Sums of floats: scores, and weighted sums that are added up in one accumulator from the first tile to the last.
+struct FloatSums {
+  using Sum = f32x16;
+  static constexpr int kSumRegisters = 1;
+  static constexpr int kColumnsTogether = 1;
+
+  static QUIRE_INLINE void store_scores(float* to, f32x16 sum) { store(to, sum); }
+  template <class T>
+  static QUIRE_INLINE f32x16 load_scores(const float* from, const QueryRow& query) {
+    return load(from) * query.unit;
+  }
+  static QUIRE_INLINE f32x16 begin(const float* totals, float factor) { return load(totals) * factor; }
+  static QUIRE_INLINE void end(float* totals, float, f32x16 sum, float) { store(totals, sum); }
+};
+
 // Pairs of bf16, summed in float32. Keys are packed as [head_dim / 2][64][2], values as [32][head_dim][2].
-struct BFloat16Path {
+struct BFloat16Path : FloatSums {
   using Number = bf16;
   using Column = u32x16;
   using Group = PlainGroup<BFloat16Path>;
@@ -68,6 +105,7 @@ struct BFloat16Path {
   static QUIRE_INLINE Column column(const char* at) { return load_bits<Column>(at); }
   static QUIRE_INLINE uint32_t input(const bf16* row, int64_t step) { return load_pair(row + 2 * step); }
   static QUIRE_INLINE void add(f32x16& sum, uint32_t input, Column column) { add_pair_products(sum, input, column); }
+  static QUIRE_INLINE void add_values(f32x16& sum, uint32_t input, Column column) { add(sum, input, column); }
 
   // 2 * N features, of which each pair becomes a lane. bf16 holds 8-bit numbers exactly.
   template <int N>
@@ -120,18 +158,18 @@ struct BFloat16Path {
     transpose(columns);
   }
 
-  // Sixteen features of a step's tokens, of which `rows` are the numbers.
-  template <class T>
-  static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) {
-    return pair_values(feature_of(rows[0], feature), feature_of(rows[1], feature));
+  // 16 * N features of a step's tokens, of which `rows` are the numbers.
+  template <int N, class T>
+  static QUIRE_INLINE void value_columns(const T* const* rows, int64_t feature, Column (&columns)[N]) {
+    for (int i = 0; i < N; ++i) {
+      columns[i] = pair_values(feature_of(rows[0], feature + i * kLanes), feature_of(rows[1], feature + i * kLanes));
+    }
   }
 };
 
 #if defined(__AMX_BF16__)
 // What BFloat16Product adds to a sum in one instruction. Denormal numbers have to count as zero, see ZeroDenormals.
 struct AmxGroup {
-  static constexpr int kSums = 2;
-
   f32x16 sum, even, odd;
 
   QUIRE_INLINE void begin(f32x16 before) {
@@ -142,6 +180,7 @@ struct AmxGroup {
     add_product(even, input << 16, column << 16);
     add_product(odd, input & 0xffff0000u, column & 0xffff0000u);
   }
+  QUIRE_INLINE void add_values(uint32_t input, u32x16 column) { add(input, column); }
   QUIRE_INLINE f32x16 total() const { return sum + (even + odd); }
 
  private:
@@ -171,13 +210,14 @@ struct AmxPath : BFloat16Path {
     ZeroDenormals zero_denormals;
   };
   using Group = AmxGroup;
+  static constexpr int kSumRegisters = 2;
   static constexpr int kGroupSteps = kStepsOfTile;
   static constexpr int kGroupFeatures = kGroupSteps * kInputs;
 };
 #endif
 
 // Float32 throughout. Keys are packed as [head_dim][64], values as [64][head_dim].
-struct Float32Path {
+struct Float32Path : FloatSums {
   using Number = float;
   using Column = f32x16;
   using Group = PlainGroup<Float32Path>;
@@ -188,6 +228,7 @@ struct Float32Path {
   static QUIRE_INLINE Column column(const char* at) { return load(reinterpret_cast<const float*>(at)); }
   static QUIRE_INLINE float input(const float* row, int64_t step) { return row[step]; }
   static QUIRE_INLINE void add(f32x16& sum, float input, Column column) { sum += input * column; }
+  static QUIRE_INLINE void add_values(f32x16& sum, float input, Column column) { add(sum, input, column); }
 
   template <int N, class T>
   static QUIRE_INLINE void key_columns(const T* const* rows, int64_t feature, Column (&columns)[kLanes]) {
@@ -199,9 +240,9 @@ struct Float32Path {
     for (int i = 0; i < kLanes; ++i) columns[i] = bits_as<f32x16>(bits[i]);
   }
 
-  template <class T>
-  static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) {
-    return load(feature_of(rows[0], feature));
+  template <int N, class T>
+  static QUIRE_INLINE void value_columns(const T* const* rows, int64_t feature, Column (&columns)[N]) {
+    for (int i = 0; i < N; ++i) columns[i] = load(feature_of(rows[0], feature + i * kLanes));
   }
 };
 

@@ -63,13 +63,13 @@ struct HeadRows {
     return seen;
   }
 
-  // Puts the queries in `to`, [count, head_dim], as the numbers that products are computed in.
+  // Puts the queries in `to`, [count, head_dim], as the numbers that products are computed in. `query_rows`: [count].
   template <class Number>
-  void take_query(Number* to) const {
+  void take_query(Number* to, QueryRow* query_rows) const {
     switch (call.query_type) {
-      case DType::kBFloat16: return take_query_from(static_cast<const bf16*>(call.query), to);
-      case DType::kFloat16: return take_query_from(static_cast<const fp16*>(call.query), to);
-      default: return take_query_from(static_cast<const float*>(call.query), to);
+      case DType::kBFloat16: return take_query_from(static_cast<const bf16*>(call.query), to, query_rows);
+      case DType::kFloat16: return take_query_from(static_cast<const fp16*>(call.query), to, query_rows);
+      default: return take_query_from(static_cast<const float*>(call.query), to, query_rows);
     }
   }
 
@@ -118,19 +118,16 @@ struct HeadRows {
 
  private:
   template <class From, class Number>
-  void take_query_from(const From* from, Number* to) const {
+  void take_query_from(const From* from, Number* to, QueryRow* query_rows) const {
     for (int64_t row = 0; row < count(); ++row, to += head_dim) {
       const From* numbers = from + token_of(row).row * call.query_stride + query_head(row) * head_dim;
-      const auto take = [&](const auto* head) {
-        for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(head + i));
-      };
       if (!kv.is_rotated()) {
-        take(numbers);
+        query_rows[row] = take_row(numbers, head_dim, call.scale, to);
         continue;
       }
       float rotated[kMaxHeadDim];
       rotate_into(numbers, head_dim, rotated);
-      take(rotated);
+      query_rows[row] = take_row(rotated, head_dim, call.scale, to);
     }
   }
 

@@ -14,6 +14,7 @@ constexpr int64_t kTasksPerThread = 4;  // below that, the spans of a row block 
 struct ThreadScratch {
   int64_t num_rows;
   int64_t query;
+  int64_t query_rows;  // [num_rows] QueryRow
   int64_t keys;
   int64_t values;
   int64_t scores;
@@ -25,6 +26,7 @@ struct ThreadScratch {
   explicit ThreadScratch(const AttentionCall& call) : num_rows(call.plan->max_rows()) {
     const int64_t head_dim = call.kv->head_dim, value_dim = call.kv->value_dim;
     query = take(num_rows * head_dim * 4);
+    query_rows = take(num_rows * sizeof(QueryRow));
     keys = take(kTileTokens * head_dim * 4);
     values = take(kTileTokens * value_dim * 4);
     scores = take(kMaxPackedRows * kTileTokens * 4);

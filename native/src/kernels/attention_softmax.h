@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <type_traits>
 
 #include "attention.h"
 #include "attention_tiles.h"
@@ -36,13 +37,12 @@ QUIRE_INLINE float largest(f32x16 values) {
 #endif
 }
 
-// The scores of one row in a tile, ready for the softmax. The row sees the keys from `first` to `last`.
-QUIRE_INLINE void finish_scores(const AttentionCall& call, const float* raw, const float* key_scales, int first, int last,
+// Makes the products of one row in a tile ready for the softmax. The row sees the keys from `first` to `last`.
+QUIRE_INLINE void finish_scores(const AttentionCall& call, const float* key_scales, int first, int last,
                                 f32x16 (&scores)[kTileVectors]) {
+  if (key_scales != nullptr) {
 #pragma GCC unroll 4
-  for (int i = 0; i < kTileVectors; ++i) {
-    scores[i] = load(raw + i * kLanes) * call.scale;
-    if (key_scales != nullptr) scores[i] = scores[i] * load(key_scales + i * kLanes);
+    for (int i = 0; i < kTileVectors; ++i) scores[i] = scores[i] * load(key_scales + i * kLanes);
   }
   if (call.softcap != 0.0f) {
     const float inverse = 1.0f / call.softcap;
@@ -90,11 +90,35 @@ class TileBias {
   std::unique_ptr<float[]> numbers_;  // [heads, stride]; null: nothing is added
 };
 
-// Turns the scores of a row into weights, and takes them into the row's maximum and sum. Returns the factor by which what
-// was summed before counts from now on. `kept`: where the weights go as they are; or null.
+// exp(scores - best), as exact as weights need it that are rounded to Number.
 template <class Number>
-QUIRE_INLINE float weigh(const f32x16 (&scores)[kTileVectors], const float* value_scales, float* best, float* sums,
-                         Number* weights, float* kept) {
+QUIRE_INLINE f32x16 share(f32x16 scores, float best) {
+  if constexpr (std::is_same_v<Number, float>) {
+    return exp(scores - best);
+  } else {
+    constexpr float kLog2OfE = 1.44269504f;
+    return rough_exp2(scores * kLog2OfE - splat(best * kLog2OfE));
+  }
+}
+
+// Stores the weights of a row in a tile. Returns what they are to be multiplied by.
+template <class Number>
+QUIRE_INLINE float store_weights(const f32x16 (&weights)[kTileVectors], Number* to) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kTileVectors; ++i) store(to + i * kLanes, weights[i]);
+  return 1.0f;
+}
+
+struct Weighed {
+  float factor;  // by which what was summed before counts from now on
+  float unit;    // that the weights are to be multiplied by
+};
+
+// Turns the scores of a row into weights, and takes them into the row's maximum and sum. `kept`: where the weights go as they are;
+// or null.
+template <class Number>
+QUIRE_INLINE Weighed weigh(const f32x16 (&scores)[kTileVectors], const float* value_scales, float* best, float* sums,
+                           Number* weights, float* kept) {
   const float found = largest(maximum(maximum(scores[0], scores[1]), maximum(scores[2], scores[3])));
   const float before = *best;
   float factor = 1.0f;
@@ -104,20 +128,18 @@ QUIRE_INLINE float weigh(const f32x16 (&scores)[kTileVectors], const float* valu
     factor = exp(splat(before - found))[0];
     sum = sum * factor;
   }
-  const f32x16 now = splat(*best);
   f32x16 shares[kTileVectors];
 #pragma GCC unroll 4
-  for (int i = 0; i < kTileVectors; ++i) shares[i] = exp(scores[i] - now);
+  for (int i = 0; i < kTileVectors; ++i) shares[i] = share<Number>(scores[i], *best);
   store(sums, sum + ((shares[0] + shares[1]) + (shares[2] + shares[3])));
   if (kept != nullptr) {
     for (int i = 0; i < kTileVectors; ++i) store(kept + i * kLanes, shares[i]);
   }
+  if (value_scales != nullptr) {
 #pragma GCC unroll 4
-  for (int i = 0; i < kTileVectors; ++i) {
-    if (value_scales != nullptr) shares[i] = shares[i] * load(value_scales + i * kLanes);
-    store(weights + i * kLanes, shares[i]);
+    for (int i = 0; i < kTileVectors; ++i) shares[i] = shares[i] * load(value_scales + i * kLanes);
   }
-  return factor;
+  return {factor, store_weights(shares, weights)};
 }
 
 inline void clear(const State& state, int64_t num_rows, int64_t value_dim) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_bytes.h"
 #include "attention_paths.h"
 #include "simd.h"
 
@@ -50,20 +51,17 @@ struct Count {
   static constexpr int kValue = N;
 };
 
-// Calls visit(first_step, columns, Count of them) for all features of sixteen tokens, of which `rows` are the numbers.
-template <class Path, class T, class Visit>
-QUIRE_INLINE void for_each_key_columns(const T* const* rows, int64_t head_dim, const Visit& visit) {
-  constexpr int64_t kFeatures = kLanes * Path::kInputs;
+// Calls visit(first_step, columns, Count of them) for all features of sixteen tokens from `feature` on, of which `rows` are the
+// numbers; `N`: columns at a time.
+template <class Path, class T, int N = kLanes, class Visit>
+QUIRE_INLINE void for_each_key_columns(const T* const* rows, int64_t feature, int64_t head_dim, const Visit& visit) {
   typename Path::Column columns[kLanes];
-  int64_t feature = 0;
-  for (; feature + kFeatures <= head_dim; feature += kFeatures) {
-    Path::template key_columns<kLanes>(rows, feature, columns);
-    visit(feature / Path::kInputs, columns, Count<kLanes>{});
+  for (; feature + N * Path::kInputs <= head_dim; feature += N * Path::kInputs) {
+    Path::template key_columns<N>(rows, feature, columns);
+    visit(feature / Path::kInputs, columns, Count<N>{});
   }
-  if constexpr (kFeatures > kLanes) {
-    if (feature == head_dim) return;
-    Path::template key_columns<kLanes / 2>(rows, feature, columns);
-    visit(feature / Path::kInputs, columns, Count<kLanes / 2>{});
+  if constexpr (N * Path::kInputs > kLanes) {
+    if (feature < head_dim) for_each_key_columns<Path, T, N / 2>(rows, feature, head_dim, visit);
   }
 }
 
@@ -82,19 +80,20 @@ QUIRE_INLINE void for_each_lanes(const Tile& tile, int first, int end, const Vis
 // The values of a tile where they lie.
 template <class Path, class T>
 struct UnpackedValues {
-  static constexpr int kRows = kChunkRows;
-  static constexpr int kVectors = kUnpackedVectors / Path::Group::kSums;
+  static constexpr int kVectors = static_cast<int>(max(kUnpackedVectors / Path::kSumRegisters, Path::kColumnsTogether));
+  static constexpr int kRows = kChunkRows * kUnpackedVectors / (kVectors * Path::kSumRegisters);
 
   const Tile* tile;
 
   // Rows of the next tile to fetch in each of `num_steps`.
   static int64_t num_fetches(const Ahead& ahead, int64_t num_steps) { return ceil_div(ahead.num_left, num_steps); }
 
-  // Sixteen features of the tokens of a step.
-  QUIRE_INLINE typename Path::Column column(int64_t step, int64_t feature) const {
+  // 16 * N features of the tokens of a step.
+  template <int N>
+  QUIRE_INLINE void load_columns(int64_t step, int64_t feature, typename Path::Column (&columns)[N]) const {
     const T* rows[Path::kInputs];
     for (int i = 0; i < Path::kInputs; ++i) rows[i] = reinterpret_cast<const T*>(tile->rows[1][step * Path::kInputs + i]);
-    return Path::template value_column<T>(rows, feature);
+    Path::template value_columns<N>(rows, feature, columns);
   }
 };
 
@@ -102,15 +101,16 @@ struct UnpackedValues {
 template <class Path>
 struct PackedValues {
   static constexpr int kRows = kValueRows;
-  static constexpr int kVectors = kValueVectors;
+  static constexpr int kVectors = kValueVectors / Path::kSumRegisters;
 
   const char* values;
   int64_t value_dim;
 
   static int64_t num_fetches(const Ahead&, int64_t) { return 1; }
 
-  QUIRE_INLINE typename Path::Column column(int64_t step, int64_t feature) const {
-    return Path::column(values + (step * value_dim + feature) * 4);
+  template <int N>
+  QUIRE_INLINE void load_columns(int64_t step, int64_t feature, typename Path::Column (&columns)[N]) const {
+    for (int i = 0; i < N; ++i) columns[i] = Path::column(values + (step * value_dim + feature + i * kLanes) * 4);
   }
 };
 
@@ -121,7 +121,7 @@ template <class Path, class T>
 void pack_keys(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_dim, char* to) {
   for_each_lanes<T>(tile, first, end, [&](int token, const T* const* rows) {
     for (int i = 0; i < kLanes; i += 2) ahead.fetch();
-    for_each_key_columns<Path, T>(rows, head_dim, [&](int64_t step, const auto& columns, auto count) {
+    for_each_key_columns<Path, T>(rows, 0, head_dim, [&](int64_t step, const auto& columns, auto count) {
       char* at = to + step * kTileTokens * 4 + token * 4;
 #pragma GCC unroll 16
       for (int i = 0; i < decltype(count)::kValue; ++i) store_bits(at + i * kTileTokens * 4, columns[i]);
@@ -136,9 +136,18 @@ void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t val
   for (int64_t step = first / Path::kInputs / Path::kGroupSteps * Path::kGroupSteps; step < end_step; ++step) {
     ahead.fetch();
     const UnpackedValues<Path, T> values{&tile};
-    for (int64_t feature = 0; feature < value_dim; feature += kLanes) {
-      store_bits(to + (step * value_dim + feature) * 4, values.column(step, feature));
-    }
+    const auto pack = [&](int64_t feature, auto count) {
+      typename Path::Column columns[decltype(count)::kValue];
+      values.load_columns(step, feature, columns);
+      for (const auto& column : columns) {
+        store_bits(to + (step * value_dim + feature) * 4, column);
+        feature += kLanes;
+      }
+    };
+    int64_t feature = 0;
+    for (; feature + Path::kInputs * kLanes <= value_dim; feature += Path::kInputs * kLanes)
+      pack(feature, Count<Path::kInputs>{});
+    for (; feature < value_dim; feature += kLanes) pack(feature, Count<1>{});
   }
 }
 
@@ -155,9 +164,9 @@ template <class Path, bool kFetches, int R, int V>
 QUIRE_INLINE void score_vectors(const typename Path::Number* rows, int64_t head_dim, const char* keys, float* scores,
                                 Ahead& ahead) {
   const int64_t num_steps = head_dim / Path::kInputs;
-  f32x16 sums[R][V];
+  typename Path::Sum sums[R][V];
 #pragma GCC unroll 24
-  for (int i = 0; i < R * V; ++i) sums[i / V][i % V] = f32x16{};
+  for (int i = 0; i < R * V; ++i) sums[i / V][i % V] = typename Path::Sum{};
 #pragma GCC unroll 1
   for (int64_t step = 0; step < num_steps; ++step, keys += kTileTokens * 4) {
     if (kFetches && step % 2 == 0) ahead.fetch();
@@ -174,24 +183,25 @@ QUIRE_INLINE void score_vectors(const typename Path::Number* rows, int64_t head_
 #pragma GCC unroll 6
   for (int row = 0; row < R; ++row) {
 #pragma GCC unroll 4
-    for (int i = 0; i < V; ++i) store(scores + row * kTileTokens + i * kLanes, sums[row][i]);
+    for (int i = 0; i < V; ++i) Path::store_scores(scores + row * kTileTokens + i * kLanes, sums[row][i]);
   }
 }
 
 // Scores of the packed keys that are seen, and of some beside them.
 template <class Path, bool kFetches, int R>
 void score_rows(const typename Path::Number* rows, int64_t head_dim, Seen seen, const char* keys, float* scores, Ahead& ahead) {
-  constexpr int kFewVectors = kScoreVectors < 2 ? kScoreVectors : 2;
+  constexpr int kVectors = ceil_div(kScoreVectors, Path::kSumRegisters);
+  constexpr int kFewVectors = kVectors < 2 ? kVectors : 2;
 #pragma GCC unroll 1
   for (int vector = seen.first / (kFewVectors * kLanes) * kFewVectors; vector * kLanes < seen.end;) {
     const char* at = keys + vector * 64;
-    const bool is_few = vector + kScoreVectors > kTileVectors || seen.end <= (vector + kFewVectors) * kLanes;
-    if (kFewVectors < kScoreVectors && is_few) {
+    const bool is_few = vector + kVectors > kTileVectors || seen.end <= (vector + kFewVectors) * kLanes;
+    if (kFewVectors < kVectors && is_few) {
       score_vectors<Path, kFetches, R, kFewVectors>(rows, head_dim, at, scores + vector * kLanes, ahead);
       vector += kFewVectors;
     } else {
-      score_vectors<Path, kFetches, R, kScoreVectors>(rows, head_dim, at, scores + vector * kLanes, ahead);
-      vector += kScoreVectors;
+      score_vectors<Path, kFetches, R, kVectors>(rows, head_dim, at, scores + vector * kLanes, ahead);
+      vector += kVectors;
     }
   }
 }
@@ -219,10 +229,10 @@ void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, c
   const int64_t num_reads = ceil_div(end - first / kLanes * kLanes, kLanes) * ceil_div(head_dim, kFeatures);
   const int64_t num_fetches = ceil_div(kTileTokens, num_reads);
   for_each_lanes<T>(tile, first, end, [&](int token, const T* const* rows) {
-    f32x16 sums[R];
+    typename Path::Sum sums[R];
 #pragma GCC unroll 6
-    for (int row = 0; row < R; ++row) sums[row] = f32x16{};
-    for_each_key_columns<Path, T>(rows, head_dim, [&](int64_t step, const auto& columns, auto count) {
+    for (int row = 0; row < R; ++row) sums[row] = typename Path::Sum{};
+    for_each_key_columns<Path, T>(rows, 0, head_dim, [&](int64_t step, const auto& columns, auto count) {
       for (int64_t i = 0; i < num_fetches; ++i) ahead.fetch();
       typename Path::Group groups[R];
 #pragma GCC unroll 6
@@ -236,7 +246,7 @@ void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, c
       for (int row = 0; row < R; ++row) sums[row] = groups[row].total();
     });
 #pragma GCC unroll 6
-    for (int row = 0; row < R; ++row) store(scores + row * kTileTokens + token, sums[row]);
+    for (int row = 0; row < R; ++row) Path::store_scores(scores + row * kTileTokens + token, sums[row]);
   });
 }
 
@@ -249,11 +259,13 @@ QUIRE_INLINE void score_unpacked(int num_rows, const typename Path::Number* quer
 
 // -- weighted sums ------------------------------------------------------------------------------------------------------------
 
-// totals[row] = totals[row] * factors[row] + weights[row] x values. Only tokens that are seen have weights other than zero.
+// totals[row] = totals[row] * factors[row] + units[row] * weights[row] x values. Only tokens that are seen have weights other than
+// zero.
 template <class Number>
 struct WeightedSum {
   const Number* weights;  // [rows, 64]
   const float* factors;   // [rows]
+  const float* units;     // [rows] 1 where weights are floats
   Seen seen;
   int64_t value_dim;
   float* totals;  // [rows, value_dim]
@@ -265,10 +277,10 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
                                int64_t feature, Ahead& ahead) {
   const typename Path::Number* weights = sum.weights + first_row * kTileTokens;
   float* totals = sum.totals + first_row * sum.value_dim + feature;
-  f32x16 sums[R][N];
+  typename Path::Sum sums[R][N];
 #pragma GCC unroll 24
   for (int i = 0; i < R * N; ++i) {
-    sums[i / N][i % N] = load(totals + i / N * sum.value_dim + i % N * kLanes) * sum.factors[first_row + i / N];
+    sums[i / N][i % N] = Path::begin(totals + i / N * sum.value_dim + i % N * kLanes, sum.factors[first_row + i / N]);
   }
   const int64_t first_step = sum.seen.first / Path::kInputs, end_step = ceil_div(sum.seen.end, Path::kInputs);
   const int64_t num_fetches = kFetches ? Values::num_fetches(ahead, end_step - first_step) : 0;
@@ -285,11 +297,12 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
       decltype(Path::input(weights, 0)) inputs[R];
 #pragma GCC unroll 6
       for (int row = 0; row < R; ++row) inputs[row] = Path::input(weights + row * kTileTokens, step);
+      typename Path::Column columns[N];
+      values.load_columns(step, feature, columns);
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
-        const typename Path::Column column = values.column(step, feature + i * kLanes);
 #pragma GCC unroll 6
-        for (int row = 0; row < R; ++row) groups[row][i].add(inputs[row], column);
+        for (int row = 0; row < R; ++row) groups[row][i].add_values(inputs[row], columns[i]);
       }
     }
 #pragma GCC unroll 24
@@ -297,7 +310,10 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
     first = end;
   }
 #pragma GCC unroll 24
-  for (int i = 0; i < R * N; ++i) store(totals + i / N * sum.value_dim + i % N * kLanes, sums[i / N][i % N]);
+  for (int i = 0; i < R * N; ++i) {
+    const int row = first_row + i / N;
+    Path::end(totals + i / N * sum.value_dim + i % N * kLanes, sum.factors[row], sums[i / N][i % N], sum.units[row]);
+  }
 }
 
 template <class Path, int N, class Values, int R = Values::kRows>
