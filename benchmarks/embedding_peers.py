@@ -11,13 +11,15 @@ measured to have for the precision; attention comes on top of these.
 
     make bench-embeddings
     python benchmarks/embedding_peers.py [--shapes minilm-l6] [--engines quire,llamacpp] [--precisions bf16]
-                                         [--workloads 1x16,512x16-512] [--seconds 3] [--json FILE]
+                                         [--workloads 1x16,512x16-512] [--most-texts 128] [--seconds 3]
+                                         [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -26,7 +28,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def variables_of(engine: str) -> dict[str, str]:
     }
 
 
-@dataclass
+@dataclasses.dataclass
 class Measured:
     """What an engine needed for a workload, in seconds."""
 
@@ -243,14 +244,18 @@ def measured_rates() -> dict[str, float]:
 
 
 def table_of(
-    title: str, engines: list[str], figures: dict[str, dict[str, Measured]], limits: dict[str, float]
+    title: str,
+    engines: list[str],
+    workloads: list[Workload],
+    figures: dict[str, dict[str, Measured]],
+    limits: dict[str, float],
 ) -> Table:
     """Return a table of texts per second, Quire over the best peer, and its share of the limit."""
     table = Table(title=title)
     for column in ("texts", *engines, "Quire / best peer", "p99 of one", "share of the limit"):
         table.add_column(column, justify="right")
-    for workload in WORKLOADS:
-        measured = figures.get(workload.name, {})
+    for workload in workloads:
+        measured = figures[workload.name]
         rates = {engine: workload.num_texts / entry.best for engine, entry in measured.items()}
         peers = [rate for engine, rate in rates.items() if engine != "quire"]
         both = "quire" in rates and peers
@@ -274,6 +279,11 @@ def main() -> None:
     rates = measured_rates()
     console.print(", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in rates.items()))
     record: dict[str, Any] = {"rates": rates, "figures": {}}
+    workloads = [
+        dataclasses.replace(workload, num_texts=min(workload.num_texts, options.most_texts))
+        for workload in WORKLOADS
+        if workload.name in options.workloads
+    ]
     for shape in options.shapes:
         products = products_of(shape)
         for precision in options.precisions:
@@ -281,16 +291,15 @@ def main() -> None:
             comparison = Comparison(shape, precision, engines, console)
             figures: dict[str, dict[str, Measured]] = {}
             try:
-                for workload in WORKLOADS:
-                    if workload.name in options.workloads:
-                        figures[workload.name] = comparison.measure(workload, options.seconds)
+                for workload in workloads:
+                    figures[workload.name] = comparison.measure(workload, options.seconds)
             finally:
                 comparison.close()
             limits = {
                 workload.name: products * sum(map(len, workload.texts("1"))) / rates[precision]
-                for workload in WORKLOADS
+                for workload in workloads
             }
-            console.print(table_of(f"{shape}, {precision}, texts/s", engines, figures, limits))
+            console.print(table_of(f"{shape}, {precision}, texts/s", engines, workloads, figures, limits))
             record["figures"][f"{shape} {precision}"] = {
                 name: {engine: vars(entry) for engine, entry in row.items()} for name, row in figures.items()
             }
@@ -311,6 +320,7 @@ def parsed() -> argparse.Namespace:
         ("workloads", [workload.name for workload in WORKLOADS]),
     ):
         parser.add_argument(f"--{name}", type=lambda given: given.split(","), default=values)
+    parser.add_argument("--most-texts", type=int, default=512, help="of a workload (default: 512)")
     parser.add_argument("--seconds", type=float, default=3, help="for each engine and workload")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
