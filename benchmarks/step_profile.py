@@ -130,9 +130,8 @@ def limits(
     result["  logits"] = max(
         head * min(weight_bytes, 2.0) / options.bandwidth, 2 * head * num_requests / options.rate
     )
-    cache = PagedAttentionCacheMetaData.for_layers(
-        config.kv_layers, page_size=1, dtype=config.dtype, num_pages=1
-    )
+    kv_dtype = config.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    cache = PagedAttentionCacheMetaData.for_layers(config.kv_layers, page_size=1, dtype=kv_dtype, num_pages=1)
     kv_bytes = cache.bytes_per_token * context * num_requests
     result["    paged_attention"] = kv_bytes / options.bandwidth
     return result
@@ -177,11 +176,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="prompt tokens per request (default: 64)")
     parser.add_argument("--steps", type=int, default=32, help="number of decode steps (default: 32)")
     parser.add_argument("--quantization", default="none", help="none, int8 or int4")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bfloat16), int8 or int4")
     parser.add_argument("--bandwidth", type=float, default=30.5e9, help="bytes/s (default: 30.5e9)")
-    parser.add_argument("--rate", type=float, default=None, help="operations/s (default: 450e9, int8 860e9)")
+    parser.add_argument(
+        "--rate", type=float, default=None, help="operations/s (default: 450e9, quantized 860e9)"
+    )
     options = parser.parse_args()
     if options.rate is None:
-        options.rate = 860e9 if options.quantization == "int8" else 450e9
+        options.rate = 450e9 if options.quantization == "none" else 860e9
     clock = Clock()
     decoders: list[Decoder] = []
     load = loading.load_decoder
@@ -195,7 +197,11 @@ def main() -> None:
     for owner, method, name in PHASES:
         clock.wrap_method(owner, method, name)
     with LLM(
-        options.model, dtype="bfloat16", quantization=options.quantization, enable_prefix_caching=False
+        options.model,
+        dtype="bfloat16",
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        enable_prefix_caching=False,
     ) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
         (decoder,) = decoders
