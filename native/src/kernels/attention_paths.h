@@ -107,7 +107,7 @@ struct BFloat16Path : FloatSums {
   static QUIRE_INLINE void add(f32x16& sum, uint32_t input, Column column) { add_pair_products(sum, input, column); }
   static QUIRE_INLINE void add_values(f32x16& sum, uint32_t input, Column column) { add(sum, input, column); }
 
-  // 2 * N features, of which each pair becomes a lane. bf16 holds 8-bit numbers exactly.
+  // 2 * N features, of which each pair becomes a lane.
   template <int N>
   static QUIRE_INLINE u32x16 load_pairs(const bf16* from) {
     if constexpr (N == kLanes) {
@@ -118,21 +118,19 @@ struct BFloat16Path : FloatSums {
       return load_bits<u32x16>(numbers);
     }
   }
+  static QUIRE_INLINE u32x16 pair_values(const bf16* even, const bf16* odd) { return load_wide(even) | load_wide(odd) << 16; }
+
+#if defined(__AMX_BF16__)
+  // Bytes, and halves of them, as bf16, which holds them exactly.
   template <int N>
   static QUIRE_INLINE u32x16 load_pairs(const int8_t* from) {
     const f32x16 low = load(from);
     const f32x16 high = N == kLanes ? load(from + kLanes) : f32x16{};
-#if defined(__AVX512BF16__)
     return bits_as<u32x16>(_mm512_cvtne2ps_pbh(bits_as<__m512>(high), bits_as<__m512>(low)));
-#else
-    bf16 numbers[2 * kLanes];
-    store(numbers, low);
-    store(numbers + kLanes, high);
-    return load_pairs<kLanes>(numbers);
-#endif
   }
-
-#if defined(__AVX512F__)
+  static QUIRE_INLINE u32x16 pair_values(const int8_t* even, const int8_t* odd) {
+    return bits_as<u32x16>(load(even)) >> 16 | bits_as<u32x16>(load(odd));  // the low halves of the odd ones are zero
+  }
   template <int N>
   static QUIRE_INLINE u32x16 load_pairs(const Int4Pair* from) {
     i8x16 bytes{};
@@ -144,11 +142,6 @@ struct BFloat16Path : FloatSums {
     return int4_as_bf16(load_int4(even) | load_int4(odd) << 16);
   }
 #endif
-
-  static QUIRE_INLINE u32x16 pair_values(const bf16* even, const bf16* odd) { return load_wide(even) | load_wide(odd) << 16; }
-  static QUIRE_INLINE u32x16 pair_values(const int8_t* even, const int8_t* odd) {
-    return bits_as<u32x16>(load(even)) >> 16 | bits_as<u32x16>(load(odd));  // the low halves of the odd ones are zero
-  }
 
   // N pairs of features of sixteen tokens, each in a lane of every column.
   template <int N, class T>
