@@ -112,8 +112,7 @@ QUIRE_INLINE f32x16 normal_tail(f32x16 x) {
   log = log * limited - 4.59204907e-1f;
   log = log * limited - 1.15110572f;
   log = log * limited - 1.0f;
-  constexpr float kRound = 12582912.0f;  // as in `exp`
-  f32x16 power = (log + kRound) - kRound;
+  f32x16 power = nearest_whole(log);
   const f32x16 rest = log - power;
 #if !defined(__AVX512F__)
   power = select(power == power, power, f32x16{});

@@ -93,6 +93,16 @@ struct FloatSums {
   static QUIRE_INLINE void end(float* totals, float, f32x16 sum, float) { store(totals, sum); }
 };
 
+#if defined(__AMX_BF16__)
+// Features plus kInt4Zero, in the low four bits of both halves of each lane, as bf16.
+QUIRE_INLINE u32x16 int4_as_bf16(u32x16 pairs) {
+  alignas(64) static constexpr uint16_t kNumbers[2 * kLanes] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  return bits_as<u32x16>(_mm512_permutexvar_epi16(bits_as<__m512i>(pairs), _mm512_load_si512(kNumbers)));
+}
+#endif
+
 // Pairs of bf16, summed in float32. Keys are packed as [head_dim / 2][64][2], values as [32][head_dim][2].
 struct BFloat16Path : FloatSums {
   using Number = bf16;

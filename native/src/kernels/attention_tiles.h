@@ -132,6 +132,7 @@ void pack_keys(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_
 // The same of values.
 template <class Path, class T>
 void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t value_dim, char* to) {
+  constexpr int kTogether = Path::kColumnsTogether;
   const int64_t end_step = round_up(ceil_div(end, Path::kInputs), Path::kGroupSteps);
   for (int64_t step = first / Path::kInputs / Path::kGroupSteps * Path::kGroupSteps; step < end_step; ++step) {
     ahead.fetch();
@@ -145,8 +146,7 @@ void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t val
       }
     };
     int64_t feature = 0;
-    for (; feature + Path::kInputs * kLanes <= value_dim; feature += Path::kInputs * kLanes)
-      pack(feature, Count<Path::kInputs>{});
+    for (; feature + kTogether * kLanes <= value_dim; feature += kTogether * kLanes) pack(feature, Count<kTogether>{});
     for (; feature < value_dim; feature += kLanes) pack(feature, Count<1>{});
   }
 }
