@@ -279,11 +279,12 @@ def main() -> None:
     rates = measured_rates()
     console.print(", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in rates.items()))
     record: dict[str, Any] = {"rates": rates, "figures": {}}
-    workloads = [
+    chosen = [workload for workload in WORKLOADS if workload.name in options.workloads]
+    capped = (
         dataclasses.replace(workload, num_texts=min(workload.num_texts, options.most_texts))
-        for workload in WORKLOADS
-        if workload.name in options.workloads
-    ]
+        for workload in chosen
+    )
+    workloads = list(dict.fromkeys(capped))  # some may have become the same
     for shape in options.shapes:
         products = products_of(shape)
         for precision in options.precisions:
