@@ -7,9 +7,9 @@ target_link_libraries(quire_kernels PUBLIC Threads::Threads)
 set(warnings -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized)
 target_compile_options(quire_kernels PRIVATE ${warnings})
 
-set(rooms packing linear linear_groups linear_groups_int8 attention key_masses elementwise rotary recurrence routing sampling table)
+set(rooms packing linear linear_groups linear_groups_int8 attention key_masses elementwise rotary recurrence routing sampling shortlist table)
 # A set with a base has rooms of its own for some kernels, and takes the others from its base.
-set(rooms_amx linear attention table)
+set(rooms_amx linear shortlist attention table)
 set(base_amx avx512bf16)
 # Portable comes first: should an inline function that all sets share have a copy in each, the linker keeps the first.
 set(sets portable)

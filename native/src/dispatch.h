@@ -8,6 +8,7 @@
 #include "recurrence.h"
 #include "routing.h"
 #include "sampling.h"
+#include "shortlist.h"
 
 namespace quire {
 
@@ -17,6 +18,7 @@ struct Kernels {
   int64_t (*pack_scratch)(const PackCall&, int num_threads);
   void (*pack)(const PackCall&, ThreadPool&);
   void (*linear)(const LinearCall&, ThreadPool&);
+  bool (*shortlist)(const ShortlistCall&, ThreadPool&);                 // whether few panels were multiplied
   int64_t (*attention_scratch)(const AttentionCall&, int num_threads);  // bytes that a call needs
   void (*attention)(const AttentionCall&, ThreadPool&);
   int64_t (*mass_scratch)(const AttentionCall&, const KeySelection&, int num_threads);

@@ -92,6 +92,12 @@ struct ExpertRows {
   int64_t copies;  // rows of the product that each of the call's makes
 };
 
+// Some panels of a matrix; null: all.
+struct ListedPanels {
+  const int32_t* panels = nullptr;
+  int64_t count = 0;
+};
+
 // out [num_rows, out_features] = rows [num_rows, in_features] x weight^T + bias. Strides are in elements between rows; the
 // numbers of a row are adjacent. Sums are in float32 (kInt8, and groups with int8 rows: exact integers), in an order that
 // depends on neither num_rows nor the number of threads.
@@ -109,6 +115,7 @@ struct LinearCall {
   const ExpertRows* experts = nullptr;  // `rows` has num_rows / copies then, `bias` is [experts, out_features]
   // kGatedColumns columns of gates and of what they are multiplied with take turns: half as many features come out.
   const Activation* activation = nullptr;
+  ListedPanels listed = {};  // others are not computed; without `experts`
 };
 
 // Where the parts of the scratch memory of a call begin, in bytes.

@@ -35,6 +35,7 @@ struct PackCall {
   // Half the rows of a matrix of gates and, below them, of what they are multiplied with. Both take turns in the panels,
   // kGatedColumns of each, with zeros after the last. 0: rows stay in order.
   int64_t gated_features = 0;
+  float* norms = nullptr;  // those of ShortlistCall, of a kInt8 matrix made of floating-point numbers; null: they are not needed
 };
 
 }  // namespace quire

@@ -21,7 +21,7 @@ PackedWeight make_weight(int format, int64_t out_features, int64_t in_features, 
           at_address<const char>(panels),    has_int8_rows};
 }
 
-void pack(const PackedWeight& weight, const std::vector<Source>& sources, int64_t gated_features) {
+void pack(const PackedWeight& weight, const std::vector<Source>& sources, int64_t gated_features, uintptr_t norms) {
   std::vector<WeightSource> parts;
   for (const auto& [rows, type, num_rows, scales, zeros] : sources) {
     parts.push_back({at_address<const void>(rows), static_cast<DType>(type), num_rows, at_address<const float>(scales),
@@ -29,8 +29,8 @@ void pack(const PackedWeight& weight, const std::vector<Source>& sources, int64_
   }
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
-  PackCall call{&weight,       const_cast<char*>(weight.panels), parts.data(), static_cast<int64_t>(parts.size()), nullptr,
-                gated_features};
+  PackCall call{&weight,        const_cast<char*>(weight.panels), parts.data(), static_cast<int64_t>(parts.size()), nullptr,
+                gated_features, at_address<float>(norms)};
   call.scratch = context.scratch(context.kernels().pack_scratch(call, context.pool().num_threads()));
   context.kernels().pack(call, context.pool());
 }
@@ -45,6 +45,42 @@ void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t ro
         context.pool());
   });
 }
+
+// A matrix and what screens its products; norms are the caller's, see ShortlistCall.
+struct ShortlistedWeight {
+  PackedWeight exact, screen;
+  const float* norms;
+  mutable int64_t num_skipped = 0;  // calls since a shortlist was too long
+
+  ShortlistedWeight(const PackedWeight& exact, const PackedWeight& screen, uintptr_t norms)
+      : exact(exact), screen(screen), norms(at_address<const float>(norms)) {}
+
+  void largest(uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t num_largest, uintptr_t out,
+               int64_t out_stride) const {
+    perform([=, this](Context& context) {
+      LinearCall call = {&exact,
+                         at_address<const void>(rows),
+                         static_cast<DType>(row_type),
+                         row_stride,
+                         num_rows,
+                         nullptr,
+                         at_address<void>(out),
+                         DType::kFloat32,
+                         out_stride,
+                         nullptr};
+      const int64_t wanted = *at_address<const int64_t>(num_largest);
+      if (wanted > 0 && num_rows > 0 && num_rows <= kMaxShortlistRows && (num_skipped == 0 || num_skipped == kShortlistPause)) {
+        char* scratch = context.scratch(ShortlistScratch(exact, screen, num_rows).total);
+        const bool is_short = context.kernels().shortlist({call, &screen, norms, wanted, scratch}, context.pool());
+        num_skipped = is_short ? 0 : 1;
+        return;
+      }
+      num_skipped += num_skipped > 0;
+      call.scratch = context.scratch(LinearScratch(exact, num_rows).total);
+      context.kernels().linear(call, context.pool());
+    });
+  }
+};
 
 // The packed experts of a layer; panels and biases are the caller's, see ExpertsCall.
 struct PackedExperts {
@@ -135,8 +171,12 @@ void bind_linear(nb::module_& module) {
             new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels, has_int8_rows));
           },
           "format"_a, "out_features"_a, "in_features"_a, "group_size"_a, "panels"_a, "has_int8_rows"_a = false)
-      .def("pack", &pack, "sources"_a, "gated_features"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def("pack", &pack, "sources"_a, "gated_features"_a = 0, "norms"_a = 0, nb::call_guard<nb::gil_scoped_release>())
       .def("linear", &linear, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "bias"_a, "out"_a, "out_type"_a,
+           "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<ShortlistedWeight>(module, "ShortlistedWeight")
+      .def(nb::init<const PackedWeight&, const PackedWeight&, uintptr_t>(), "exact"_a, "screen"_a, "norms"_a)
+      .def("largest", &ShortlistedWeight::largest, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "num_largest"_a, "out"_a,
            "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
   module.attr("MAX_EXPERTS") = kMaxExperts;
   nb::enum_<Scoring>(module, "Scoring")

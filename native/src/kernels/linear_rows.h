@@ -119,10 +119,13 @@ void for_each_task(const LinearCall& call, ThreadPool& pool, int rows_together, 
     return;
   }
   const int64_t row_bytes = LinearScratch(*call.weight, call.num_rows).row_bytes;
-  const Split split = split_rows(call.num_rows, row_bytes, num_panels, pool.num_threads(), rows_together);
-  parallel_for(pool, num_panels * split.num_row_tasks, [&](int64_t task, int) {
-    const int64_t first_row = task / num_panels * split.rows_per_task;
-    multiply(panel_task(call, task % num_panels, {0, first_row, min(first_row + split.rows_per_task, call.num_rows)}));
+  const ListedPanels& listed = call.listed;
+  const int64_t num_multiplied = listed.panels == nullptr ? num_panels : listed.count;
+  const Split split = split_rows(call.num_rows, row_bytes, num_multiplied, pool.num_threads(), rows_together);
+  parallel_for(pool, num_multiplied * split.num_row_tasks, [&](int64_t task, int) {
+    const int64_t first_row = task / num_multiplied * split.rows_per_task, place = task % num_multiplied;
+    const int64_t panel = listed.panels == nullptr ? place : listed.panels[place];
+    multiply(panel_task(call, panel, {0, first_row, min(first_row + split.rows_per_task, call.num_rows)}));
   });
 }
 

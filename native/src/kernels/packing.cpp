@@ -27,6 +27,7 @@ struct Column {
   const PackedWeight* weight;
   char* panel;
   int index;
+  float* norms = nullptr;  // of its row, and num_panels() panels behind it, of what the row lacks; null: not needed
 };
 
 // Puts 32 bits of each of sixteen columns side by side, for every step.
@@ -89,11 +90,19 @@ const char* int8_row(const Column& column, const WeightSource& source, int64_t r
     const float limit = largest_magnitude(source, row * num_inputs, num_inputs);
     const float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
     scale = limit / 127.0f;
+    f32x16 squares = {}, squares_lacking = {};
     for (int64_t input = 0; input < num_inputs; input += kLanes) {
       const f32x16 weights = load_weights(source, row * num_inputs + input, num_inputs - input);
       const i32x16 rounded = bits_as<i32x16>(weights * inverse + kRound) - bits_as<i32x16>(splat(kRound));
       const i8x16 bytes = low_bytes(rounded);
       std::memcpy(values + input, &bytes, kLanes);
+      const f32x16 held = convert<f32x16>(rounded) * scale, lacking = weights - held;
+      squares += held * held;
+      squares_lacking += lacking * lacking;
+    }
+    if (column.norms != nullptr) {
+      column.norms[0] = __builtin_sqrtf(sum_of_lanes(squares));
+      column.norms[column.weight->num_panels() * kPanelColumns] = __builtin_sqrtf(sum_of_lanes(squares_lacking));
     }
   }
   int32_t sum = 0;
@@ -339,9 +348,10 @@ void pack_steps(const PackCall& call, int64_t panel, char* to, char* buffer) {
     const char* columns[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       const int index = half * kLanes + i;
-      const Origin origin = origin_of(call, panel * kPanelColumns + index);
-      columns[i] =
-          origin.source == nullptr ? zeros : steps_of({&weight, to, index}, *origin.source, origin.row, buffer + i * row_bytes);
+      const int64_t place = panel * kPanelColumns + index;
+      const Origin origin = origin_of(call, place);
+      const Column column = {&weight, to, index, call.norms == nullptr ? nullptr : call.norms + place};
+      columns[i] = origin.source == nullptr ? zeros : steps_of(column, *origin.source, origin.row, buffer + i * row_bytes);
     }
     interleave(columns, num_steps, to + half * kLanes * 4);
   }

@@ -33,6 +33,7 @@ namespace quire::QUIRE_ISA {
 using namespace QUIRE_BASE_ISA;
 
 void linear(const LinearCall& call, ThreadPool& pool);
+bool shortlist(const ShortlistCall& call, ThreadPool& pool);
 int64_t attention_scratch(const AttentionCall& call, int num_threads);
 void attention(const AttentionCall& call, ThreadPool& pool);
 
@@ -42,6 +43,7 @@ const Kernels kKernels = {
     pack_scratch,
     pack,
     linear,
+    shortlist,
     attention_scratch,
     attention,
     mass_scratch,

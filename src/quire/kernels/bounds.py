@@ -54,6 +54,8 @@ def prompt_logit_rows(vocab_size: int, sampled_rows: int = 1) -> int:
     return max(sampled_rows, PROMPT_LOGITS // vocab_size)
 
 
+MIN_SHORTLISTED_BYTES = 1 << 25  # of an output layer that has an int8 copy; others may stay in a cache
+
 # Sampling orders the most likely tokens of a row.
 MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete
 MAX_HEAD_TOKENS = 1024

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -111,6 +111,12 @@ class KernelSet(ABC):
             int4_activations: what rows are made for int4: int8, each with a scale, or bfloat16.
             memory: where weights go; None: memory of the layer's own.
         """
+
+    def output_linear(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any
+    ) -> Linear:
+        """Return `linear` for the logits of a model, which may hold more so that it `finds_largest`."""
+        return self.linear(parts, bias, **options)
 
     def gated_linear(self, gate_up: Linear, activation: str) -> GatedLinear:
         """Return the layer that computes `gated_activation` of another's results.

@@ -65,7 +65,9 @@ class PackedWeight:
         panels: int,
         has_int8_rows: bool = False,
     ) -> None: ...
-    def pack(self, sources: Sequence[tuple[int, int, int, int, int]], gated_features: int = 0) -> None: ...
+    def pack(
+        self, sources: Sequence[tuple[int, int, int, int, int]], gated_features: int = 0, norms: int = 0
+    ) -> None: ...
     def linear(
         self,
         rows: int,
@@ -75,6 +77,19 @@ class PackedWeight:
         bias: int,
         out: int,
         out_type: int,
+        out_stride: int,
+    ) -> None: ...
+
+class ShortlistedWeight:
+    def __init__(self, exact: PackedWeight, screen: PackedWeight, norms: int) -> None: ...
+    def largest(
+        self,
+        rows: int,
+        row_type: int,
+        row_stride: int,
+        num_rows: int,
+        num_largest: int,
+        out: int,
         out_stride: int,
     ) -> None: ...
 

@@ -24,6 +24,7 @@ from quire.kernels.cpu.programs import NativePrograms, refuse_recording
 from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule, selective_scan
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_numbers, rotary_step
 from quire.kernels.cpu.sampling import NativeScans
+from quire.kernels.cpu.shortlist import output_linear_of
 from quire.kernels.cpu.tensors import (
     Form,
     address,
@@ -103,6 +104,12 @@ class NativeKernels(KernelSet):
     @override
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> Linear:
         return linear_of(parts, bias, **options)
+
+    @override
+    def output_linear(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any
+    ) -> Linear:
+        return output_linear_of(parts, bias, **options)
 
     @override
     def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:

@@ -50,6 +50,8 @@ class PackedMatrix:
 
     Args:
         parts: as for `KernelSet.linear`, and so are those not named here.
+        norms: [2, rows, padded to whole panels] float32, to be filled with the norms of the rows of an int8
+            matrix, and of what they lack of the floats that they are made of; None: they are not needed.
         gated_features: half of its rows, if these are gates and, below them, what they are multiplied with:
             both take turns in the panels, and zeros fill them up. 0: rows stay in order.
 
@@ -67,6 +69,7 @@ class PackedMatrix:
         group_size: int = 128,
         int4_activations: str = "int8",
         memory: WeightMemory | None = None,
+        norms: torch.Tensor | None = None,
         gated_features: int = 0,
     ) -> None:
         check_order(parts)
@@ -93,7 +96,7 @@ class PackedMatrix:
         has_int8_rows = kind in _IN_GROUPS and int4_activations == "int8"
         self.native = _native.PackedWeight(*self.layout, self._panels.data_ptr(), has_int8_rows)
         if not memory.is_filled:
-            self.native.pack([_source(part) for part in sources], gated_features)
+            self.native.pack([_source(part) for part in sources], gated_features, address(norms))
 
 
 class PackedLinear(Linear):

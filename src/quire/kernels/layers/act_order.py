@@ -88,9 +88,14 @@ def linear_in_order(
     bias: torch.Tensor | None = None,
     *,
     memory: WeightMemory,
+    is_output: bool = False,
     **options: Any,
 ) -> Linear:
-    """Return the layer of `KernelSet.linear` for parts whose inputs may be in another order, all in one."""
+    """Return the layer of `KernelSet.linear` for parts whose inputs may be in another order, all in one.
+
+    `is_output`: that of `KernelSet.output_linear`.
+    """
     parts, order = take_order(parts, memory)
-    linear = kernels.linear(parts, bias, memory=memory, **options)
+    make = kernels.output_linear if is_output else kernels.linear
+    linear = make(parts, bias, memory=memory, **options)
     return linear if order is None else ReorderedLinear(linear, order.to(kernels.device))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,9 @@ class Linear(ABC):
         self.out_features = sum(num_rows(part) for part in parts)
         self.bias = None if bias is None else bias.float()
 
+    finds_largest: ClassVar[bool] = False
+    """Whether `largest` may take less time than a call."""
+
     @property
     def kind(self) -> Hashable:
         """Equal for layers that the same kernels compute, as far as these are compiled for it."""
@@ -53,6 +57,17 @@ class Linear(ABC):
             rows: float32, bfloat16 or float16; the features of a row are adjacent.
             out: where to put the result, in any of these types; None: a new tensor of the rows' type.
         """
+
+    def largest(self, rows: torch.Tensor, count: torch.Tensor | int, *, out: torch.Tensor) -> torch.Tensor:
+        """Compute what a call does, with -inf for results that cannot be among the largest of their row.
+
+        Args:
+            rows: as in a call.
+            count: how many of each row are wanted, with all that equal the last one; 0: all. In a tensor
+                [1] int64 if the call is captured.
+            out: [T, out_features] float32.
+        """
+        return self(rows, out=out)
 
 
 class FloatLinear(Linear):
