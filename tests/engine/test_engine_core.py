@@ -245,8 +245,8 @@ def test_a_request_with_unusable_logits_ends_alone(engine, monkeypatch):
     """NaN logits of one row are that request's own fault."""
     logits = Decoder.logits
 
-    def poisoned(model, hidden):
-        result = logits(model, hidden)
+    def poisoned(model, hidden, num_largest):
+        result = logits(model, hidden, num_largest)
         result[0] = float("nan")
         return result
 

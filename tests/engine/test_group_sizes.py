@@ -241,13 +241,13 @@ def test_tiers_and_peers_leave_windows_their_groups(gemma: ModelConfig, engine: 
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_largest_that_does(gemma: ModelConfig):
-    left = 10 * GB - plan(gemma, num_kv_blocks=100).weight_bytes
-    largest = 2785
-    assert largest * FULL_BLOCK + (697 + 1) * WINDOW_BLOCK <= left
-    assert (largest + 1) * FULL_BLOCK + (697 + 1) * WINDOW_BLOCK > left
+    left = 11 * GB - plan(gemma, num_kv_blocks=100).weight_bytes
+    largest = 3190
+    assert largest * FULL_BLOCK + (798 + 1) * WINDOW_BLOCK <= left
+    assert (largest + 1) * FULL_BLOCK + (798 + 1) * WINDOW_BLOCK > left
     with pytest.raises(ConfigError, match=rf"num_kv_blocks asks for .* {largest} blocks"):
-        plan(gemma, gigabytes=10, num_kv_blocks=largest + 1)
-    assert plan(gemma, gigabytes=10, num_kv_blocks=largest).num_blocks == largest
+        plan(gemma, gigabytes=11, num_kv_blocks=largest + 1)
+    assert plan(gemma, gigabytes=11, num_kv_blocks=largest).num_blocks == largest
     with pytest.raises(ConfigError, match=r"no KV block of 2\.23 MB fits"):
         plan(gemma, cache_size=0.002)
 

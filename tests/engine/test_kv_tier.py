@@ -180,8 +180,8 @@ def finish_reasons(llm: LLM, prompts: list[list[int]]) -> list[str]:
 def test_kv_of_a_request_with_nan_logits_is_not_stored(alone, monkeypatch):
     logits, num_calls = Decoder.logits, itertools.count()
 
-    def poisoned(model, hidden):
-        result = logits(model, hidden)
+    def poisoned(model, hidden, num_largest):
+        result = logits(model, hidden, num_largest)
         if next(num_calls) == 0:
             result[0] = float("nan")
         return result

@@ -45,6 +45,9 @@ QWEN3_06B = {
     "torch_dtype": "bfloat16",
 }
 QWEN3_06B_PARAMETERS = 596_049_920
+# Of the output layer: weights, and a row's scale, sum and two norms.
+QWEN3_06B_INT8_COPY = 151_936 * (1024 + 4 * 4)
+QWEN3_06B_WEIGHT_BYTES = QWEN3_06B_PARAMETERS * 2 + QWEN3_06B_INT8_COPY
 QWEN3_06B_KV_BYTES_PER_TOKEN = 114_688  # 2 x 28 layers x 8 heads x 128 x 2 bytes
 
 
@@ -90,7 +93,7 @@ def test_vectors_of_positions_are_counted(tmp_path: Path):
 
 def test_sizes_of_a_known_model(qwen: ModelConfig):
     result = plan(qwen, num_kv_blocks=1000)
-    assert result.weight_bytes == QWEN3_06B_PARAMETERS * 2
+    assert result.weight_bytes == QWEN3_06B_WEIGHT_BYTES
     assert result.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN
     assert result.kv_bytes_per_block == QWEN3_06B_KV_BYTES_PER_TOKEN * 16
     assert result.kv_bytes == QWEN3_06B_KV_BYTES_PER_TOKEN * 16_000
@@ -103,7 +106,8 @@ def test_the_data_type_decides_the_sizes(qwen: ModelConfig):
     assert narrow.dtype == "bfloat16"
     # The embedding, which is tied, is looked up in the file unless that has it in another type.
     second_embedding = 151_936 * 1024 * 4
-    assert wide.weight_bytes == narrow.weight_bytes * 2 + second_embedding
+    plain = [result.weight_bytes - QWEN3_06B_INT8_COPY for result in (narrow, wide)]
+    assert plain[1] == plain[0] * 2 + second_embedding
     assert wide.kv_bytes == narrow.kv_bytes * 2
 
 
@@ -225,7 +229,7 @@ def test_a_pooled_model_has_sums_in_place_of_logits_and_their_matrix(qwen: Model
     generating, pooling = plan(untied), plan(pooled)
     matrix = qwen.vocab_size * qwen.hidden_size
     assert generating.num_parameters - pooling.num_parameters == matrix
-    assert generating.weight_bytes - pooling.weight_bytes == 2 * matrix
+    assert generating.weight_bytes - pooling.weight_bytes == 2 * matrix + QWEN3_06B_INT8_COPY
     small = dataclasses.replace(pooled, vocab_size=100)
     assert plan(small).activation_bytes == pooling.activation_bytes < generating.activation_bytes
     more = plan(pooled, max_num_seqs=plan(pooled).max_num_seqs + 1000)
@@ -254,12 +258,12 @@ def test_a_length_beyond_the_model_is_refused(qwen: ModelConfig):
 
 
 def test_weights_that_do_not_fit_are_refused(qwen: ModelConfig):
-    with pytest.raises(ConfigError, match=r"weights take 1\.19 GB as bfloat16, but only 1 GB"):
+    with pytest.raises(ConfigError, match=r"weights take 1\.35 GB as bfloat16, but only 1 GB"):
         plan(qwen, gigabytes=1)
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_largest_that_does(qwen: ModelConfig):
-    largest = (2 * GB - QWEN3_06B_PARAMETERS * 2) // (QWEN3_06B_KV_BYTES_PER_TOKEN * 16)
+    largest = (2 * GB - QWEN3_06B_WEIGHT_BYTES) // (QWEN3_06B_KV_BYTES_PER_TOKEN * 16)
     with pytest.raises(ConfigError, match=rf"num_kv_blocks asks for .* {largest} blocks"):
         plan(qwen, gigabytes=2, num_kv_blocks=1000)
     assert plan(qwen, gigabytes=2, num_kv_blocks=largest).num_blocks == largest
@@ -269,7 +273,7 @@ def test_no_room_for_a_block_is_refused_with_the_knobs(qwen: ModelConfig):
     with pytest.raises(
         ConfigError, match=r"no KV block of 1\.84 MB fits.*raise EngineConfig\.memory_fraction"
     ):
-        plan(qwen, gigabytes=1.2)
+        plan(qwen, gigabytes=1.36)
     with pytest.raises(ConfigError, match=r"raise SchedulerConfig\.cache_size"):
         plan(qwen, cache_size=0.001)
 
@@ -301,7 +305,7 @@ def test_a_draft_model_takes_its_share(qwen: ModelConfig):
     alone = plan(qwen, num_kv_blocks=1000, max_num_seqs=4)
     both = plan_memory(config, qwen, draft_model=small, available_bytes=16 * GB)
     assert both.num_parameters == QWEN3_06B_PARAMETERS + count_parameters(small)
-    assert both.weight_bytes == 2 * both.num_parameters
+    assert both.weight_bytes == 2 * (both.num_parameters + QWEN3_06B_INT8_COPY)
     assert both.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN * 5 // 4  # 28 and 7 layers
     assert both.kv_bytes == both.kv_bytes_per_token * 16_000
     assert both.num_blocks == 1000
@@ -347,7 +351,8 @@ def test_ranks_share_weights_and_cache(qwen: ModelConfig):
     assert one_of_two.num_ranks == 2
     assert one_of_two.available_bytes == alone.available_bytes // 2
     assert one_of_two.num_parameters == alone.num_parameters
-    assert alone.weight_bytes / 2 <= one_of_two.weight_bytes < alone.weight_bytes / 2 * 1.01  # and norms
+    half = QWEN3_06B_PARAMETERS  # ranks have no copy of the output layer
+    assert half <= one_of_two.weight_bytes < half * 1.01  # and norms
     assert one_of_two.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN / 2
     assert one_of_two.num_blocks == alone.num_blocks
     sized_by_memory = plan(qwen, engine={"tensor_parallel_size": 2}, gigabytes=4)

@@ -147,7 +147,7 @@ def test_only_rows_that_sample_reach_the_output_layer(models, prompts, monkeypat
     model = models["float32"]
     logits = model.logits
     driver = make_driver(model)
-    monkeypatch.setattr(model, "logits", lambda hidden: num_rows.append(len(hidden)) or logits(hidden))
+    monkeypatch.setattr(model, "logits", lambda hidden, _: num_rows.append(len(hidden)) or logits(hidden))
     add_all(driver, prompts[2:], GREEDY)
     driver.step({"r0": 5})
     assert num_rows == []

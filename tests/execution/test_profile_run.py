@@ -63,9 +63,9 @@ class Watched:
             assert torch.isfinite(hidden).all()
             return hidden
 
-        def watch_logits(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        def watch_logits(model: Decoder, hidden: torch.Tensor, *largest: Any) -> torch.Tensor:
             self.num_logits.append(len(hidden))
-            return logits(model, hidden)
+            return logits(model, hidden, *largest)
 
         monkeypatch.setattr(Decoder, "forward", watch_forward)
         monkeypatch.setattr(Decoder, "logits", watch_logits)

@@ -12,6 +12,7 @@ from recorder import driver_of
 from checkpoints import make_checkpoint
 from quire.execution import step_graphs
 from quire.execution.model_runner import ModelRunner
+from quire.execution.sampling.sampler import Sampler
 from quire.kernels import has_native_kernels
 from quire.kernels.interface import NotCapturableError
 from quire.models import rotary
@@ -23,6 +24,9 @@ from quire.sampling_params import SamplingParams
 from quire.step import GraphStats
 
 pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="the native kernels are not built")
+
+if has_native_kernels():
+    from quire.kernels.cpu import shortlist
 
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=3)
 
@@ -108,3 +112,52 @@ def test_the_least_recently_used_of_many_sizes_goes(tmp_path: Path, monkeypatch:
     driver = driver_of(model, model.kernels.capture)
     assert outputs(driver, "abcd") == expected
     assert stats_of(driver.runner).num_graphs == 1
+
+
+SOME_LARGEST = {
+    "greedy": SamplingParams(temperature=0.0),
+    "few": SamplingParams(temperature=0.9, top_k=7, top_p=0.9, min_p=0.01, seed=3),
+    "many": SamplingParams(temperature=1.5, top_k=30, seed=4),
+}
+ALL = {
+    "logprobs": SamplingParams(temperature=0.0, logprobs=3),
+    "any": SamplingParams(temperature=1.2, seed=5),
+    "penalty": SamplingParams(temperature=0.0, presence_penalty=1.0),
+    "banned": SamplingParams(temperature=0.0, bad_words_token_ids=((7,),)),
+}
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("other", [None, *ALL])
+def test_tokens_are_the_same_where_only_the_largest_logits_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str | None, captures: bool
+) -> None:
+    watched: list[int] = []  # logits of each step that are missing
+    sample = Sampler.sample
+
+    def watch(sampler: Sampler, logits: step_graphs.StepLogits, *args: Any) -> Any:
+        watched.append(int((logits.rows == float("-inf")).sum()))
+        return sample(sampler, logits, *args)
+
+    monkeypatch.setattr(Sampler, "sample", watch)
+
+    def tokens(model: Decoder) -> dict[str, Any]:
+        watched.clear()
+        driver = driver_of(model, model.kernels.capture if captures else None)
+        for name, params in SOME_LARGEST.items():
+            driver.add(name, [5, 6, 7, 8 + len(name)], params)
+        if other is not None:  # which is longer on its way
+            driver.add(other, list(range(7, 60)), ALL[other])
+        driver.run(16, budget=9)
+        return {name: (request.output, request.logprobs) for name, request in driver.requests.items()}
+
+    checkpoint = make_checkpoint("qwen3", tmp_path, vocab_size=20_000)
+    config = read_model_config(checkpoint)
+    expected = tokens(load_decoder(checkpoint, config, "bfloat16"))
+    assert not sum(watched)
+    monkeypatch.setattr(shortlist, "MIN_SHORTLISTED_BYTES", 0)
+    model = load_decoder(checkpoint, config, "bfloat16")
+    assert model.finds_largest_logits
+    assert tokens(model) == expected
+    assert sum(watched[:5])
+    assert (watched[-1] > 0) == (other is None)

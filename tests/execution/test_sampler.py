@@ -11,6 +11,7 @@ from quire.execution.sampling.rng import uniforms
 from quire.kernels.cpu.sampling import NativeScans
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
+from quire.structured_outputs import StructuredOutputsParams
 from sampling_reference import adjusted, chosen
 from unmutated import UNMUTATED
 
@@ -116,6 +117,46 @@ def test_a_row_does_not_depend_on_its_company(data, vocab_size):
         assert alone.logprobs.get(0) == together.logprobs.get(index)  # every float to the last bit
     shuffled = sample([cases[index] for index in order])
     assert shuffled.token_ids.tolist() == together.token_ids[list(order)].tolist()
+
+
+@settings(max_examples=60, backend=UNMUTATED)
+@given(data=st.data(), vocab_size=st.sampled_from([17, 300, 5000]), levels=st.sampled_from([1, 16, 2**16]))
+def test_a_token_depends_on_as_many_of_the_largest_logits_as_its_request_says(data, vocab_size, levels):
+    """With one level of logits, more tokens tie than a head may have."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    logits = (np.round(rng.normal(size=vocab_size) * levels) / levels).astype(np.float32)
+    params = data.draw(params_strategy(vocab_size))
+    params = dataclasses.replace(params, logit_bias={}, bad_words_token_ids=())
+    case, sampler = Case(logits, params, [1, 2], [3]), sampler_of(1, vocab_size)
+    expected = sample([case], sampler=sampler)
+    num_largest = sampler.table.num_largest(np.zeros(1, dtype=np.int64))
+    least = -np.inf if num_largest == 0 else np.sort(logits)[-min(num_largest, vocab_size)]
+    case.logits = np.where(logits >= least, logits, -np.inf)
+    assert sample([case], sampler=sampler).token_ids.tolist() == expected.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 0.0}, 1),
+        ({"temperature": 0.0, "top_k": 50}, 1),
+        ({"top_k": 20, "top_p": 0.9, "min_p": 0.1}, 20),
+        ({"top_k": 128}, 128),
+        ({"top_k": 129}, 0),
+        ({}, 0),
+        ({"temperature": 0.0, "logprobs": 0}, 0),
+        ({"temperature": 0.0, "frequency_penalty": 0.1}, 0),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, 0),
+        ({"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="a")}, 0),
+    ],
+)
+def test_how_many_of_the_largest_logits_a_request_needs(options, expected):
+    sampler = sampler_of(3, 1000)
+    for slot, params in enumerate((SamplingParams(temperature=0.0), SamplingParams(seed=1, **options))):
+        sampler.table.write(slot, params, num_prompt_tokens=1, eos_token_ids=EOS)
+    assert sampler.table.num_largest(np.array([1])) == expected
+    assert sampler.table.num_largest(np.array([0, 1])) == expected
+    assert sampler.table.num_largest(np.array([0])) == 1
 
 
 def one_of_each_feature(vocab_size, seed):

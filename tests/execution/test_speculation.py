@@ -159,8 +159,8 @@ def test_an_error_behind_a_rejected_draft_is_void_and_one_behind_an_accepted_is_
     expected = plain.requests["r"].output
     logits = model.logits
 
-    def broken_at_the_last_place(hidden):
-        rows = logits(hidden)
+    def broken_at_the_last_place(hidden, num_largest):
+        rows = logits(hidden, num_largest)
         rows[-1] = float("nan")
         return rows
 

@@ -52,9 +52,11 @@ def watch_logits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Wa
     """Return a list to which the steps go that `StepGraphs` computes."""
     logits, steps = StepGraphs.logits, []
 
-    def watched(self: StepGraphs, token_ids: Any, batch: AttentionBatch, rows: Any = None) -> StepLogits:
+    def watched(
+        self: StepGraphs, token_ids: Any, batch: AttentionBatch, rows: Any = None, num_largest: Any = None
+    ) -> StepLogits:
         before = recorder.num_replays
-        computed = logits(self, token_ids, batch, rows)
+        computed = logits(self, token_ids, batch, rows, num_largest)
         steps.append(WatchedStep(len(token_ids), len(computed.rows), recorder.num_replays > before))
         return computed
 

@@ -23,7 +23,7 @@ class StepModel(Protocol):
     def forward(self, token_ids: torch.Tensor, kv: Sequence[KVLayer], batch: AttentionBatch) -> torch.Tensor:
         """See `Decoder.forward`."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, num_largest: torch.Tensor | int | None = None) -> torch.Tensor:
         """See `Decoder.logits`."""
 
     def agree(self, *, is_captured: bool) -> bool:
@@ -55,7 +55,11 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """See `Decoder.forward`."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    @property
+    def finds_largest_logits(self) -> bool:
+        """See `Decoder`."""
+
+    def logits(self, hidden: torch.Tensor, num_largest: torch.Tensor | int | None = None) -> torch.Tensor:
         """See `Decoder.logits`."""
 
     def whole_step(

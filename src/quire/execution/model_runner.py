@@ -228,7 +228,9 @@ class ModelRunner:
                 self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
             replays = self._graphs is not None and self._can_replay(output, sampling)
-            computed = self._replay(output, sampling) if replays else self._compute(output, sampling)
+            num_largest = self._num_largest(output, sampling)
+            compute = self._replay if replays else self._compute
+            computed = compute(output, sampling, num_largest)
             in_flight = self._sample(output, sampling, grammar, computed, result)
             if in_flight is not None:
                 reported = self._end_transfers(output, in_flight)
@@ -331,7 +333,15 @@ class ModelRunner:
     def _is_small(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
         return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.max_captured_tokens
 
-    def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
+    def _num_largest(self, output: SchedulerOutput, sampling: SamplingPositions) -> int | None:
+        """Return the `num_largest` of `Decoder.logits` for a step; None: the model does not find them."""
+        if not self._model.finds_largest_logits:
+            return None
+        return self._sampler.table.num_largest(output.slots[sampling.rows].astype(np.int64))
+
+    def _replay(
+        self, output: SchedulerOutput, sampling: SamplingPositions, num_largest: int | None
+    ) -> _Computed:
         """Replay a step's capture, or compute it as it will be captured."""
         assert self._graphs is not None
         batch = self._attention_batch(output)
@@ -340,12 +350,14 @@ class ModelRunner:
         if self._proposer is not None and self._proposer.follows_tokens:
             self._proposer.follow(self._input_ids(encoded), batch, is_captured=True)
         logit_rows = None if _is_decode(output, sampling) else sampling.tokens
-        logits = self._graphs.logits(encoded, batch, logit_rows)
+        logits = self._graphs.logits(encoded, batch, logit_rows, num_largest)
         self._save_states(output)
         self._batch.note_computed(output)
         return _Computed(logits)
 
-    def _compute(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
+    def _compute(
+        self, output: SchedulerOutput, sampling: SamplingPositions, num_largest: int | None
+    ) -> _Computed:
         """Compute any step."""
         if self._graphs is not None:
             self._graphs.stats.num_launched += 1
@@ -355,7 +367,7 @@ class ModelRunner:
         logits = None
         if sampling.rows.size:
             rows = array_to_device(sampling.tokens, hidden.device)
-            logits = StepLogits(self._model.logits(hidden[rows]))
+            logits = StepLogits(self._model.logits(hidden[rows], num_largest))
         if self._evictor is not None:  # while a device computes the logits
             self._evictor.end(output)
         return _Computed(logits, prompt_logprobs)

@@ -56,6 +56,7 @@ MAX_GRAPHS = 128
 
 _TOKEN_IDS = "token ids"
 _LOGIT_ROWS = "rows of logits"
+_NUM_LARGEST = "number of largest logits"
 _ALIGNMENT = 16  # bytes, of arrays that are copied together
 _NO_ROWS: Int64Array = np.zeros(0, dtype=np.int64)
 
@@ -106,7 +107,11 @@ class StepGraphs:
         return MAX_GRAPHS * max((graph.arrays.num_bytes for graph in self._graphs.values()), default=0)
 
     def logits(
-        self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None = None
+        self,
+        token_ids: Int64Array,
+        batch: AttentionBatch,
+        rows: Int64Array | None = None,
+        num_largest: int | None = None,
     ) -> StepLogits:
         """Compute a step of T tokens.
 
@@ -114,11 +119,12 @@ class StepGraphs:
             token_ids: [T] what token ids are made of.
             batch: which tokens these are; without key scores, skipped or selected keys.
             rows: [R] the tokens whose logits are computed, at least one; None: all of them.
+            num_largest: see `Decoder.logits`; None: it computes all.
 
         Returns:
             Logits, which the next step overwrites.
         """
-        graph = self._computed(token_ids, batch, rows)
+        graph = self._computed(token_ids, batch, rows, num_largest)
         assert graph.logits is not None
         num_rows = len(token_ids) if rows is None else len(rows)
         return StepLogits(graph.logits[:num_rows], None if graph.replay is None else graph.logits)
@@ -129,10 +135,16 @@ class StepGraphs:
         assert graph.hidden is not None
         return graph.hidden
 
-    def _computed(self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None) -> _StepGraph:
+    def _computed(
+        self,
+        token_ids: Int64Array,
+        batch: AttentionBatch,
+        rows: Int64Array | None,
+        num_largest: int | None = None,
+    ) -> _StepGraph:
         may_capture = self._backoff.allows_attempt() and self._capture is not None
         with self._step_of(batch, rows) as model:
-            graph, padded = self._filled(token_ids, batch, rows)
+            graph, padded = self._filled(token_ids, batch, rows, num_largest)
             if graph.replay is None and graph.was_computed and may_capture:
                 graph.replay = self._captured(model, graph, padded)
             if graph.replay is not None:
@@ -145,7 +157,11 @@ class StepGraphs:
         return graph
 
     def _filled(
-        self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
+        self,
+        token_ids: Int64Array,
+        batch: AttentionBatch,
+        rows: Int64Array | None,
+        num_largest: int | None,
     ) -> tuple[_StepGraph, AttentionBatch]:
         """Return the graph of the sizes that a step is padded to, its arrays filled, and the padded step."""
         sizes = self._kernels.step_sizes
@@ -156,6 +172,8 @@ class StepGraphs:
         made[_TOKEN_IDS] = HostArrays((lengthened(token_ids, padded.num_rows),))
         if rows is not None:
             made[_LOGIT_ROWS] = HostArrays((lengthened(rows, sizes.rows(len(rows))),))
+        if num_largest is not None:
+            made[_NUM_LARGEST] = HostArrays((np.array([num_largest]),))
         graph = self._graph_of(made)
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays
@@ -205,7 +223,7 @@ class StepGraphs:
         hidden = graph.hidden = model.forward(token_ids, self._kv, batch)
         rows = graph.arrays.logit_rows
         if rows is None or len(rows):
-            graph.logits = model.logits(hidden if rows is None else hidden[rows])
+            graph.logits = model.logits(hidden if rows is None else hidden[rows], graph.arrays.num_largest)
 
     def _learn(self, graph: _StepGraph) -> None:
         """Learn which arrays steps read; if this one has read new ones, another graph takes its place.
@@ -275,7 +293,15 @@ class StaticArrays(StepArrays):
     @property
     def logit_rows(self) -> torch.Tensor | None:
         """The tokens whose logits are computed, [R] int64; None: all of them."""
-        found = self._on_device.get(_LOGIT_ROWS)
+        return self._array(_LOGIT_ROWS)
+
+    @property
+    def num_largest(self) -> torch.Tensor | None:
+        """How many of the largest logits are wanted, [1] int64; None: all of them."""
+        return self._array(_NUM_LARGEST)
+
+    def _array(self, name: Hashable) -> torch.Tensor | None:
+        found = self._on_device.get(name)
         return None if found is None else found.arrays[0]
 
     def fill(self, made: Mapping[Hashable, HostArrays]) -> None:

@@ -113,6 +113,11 @@ class Decoder:
         """Type of the hidden states."""
         return self.embedding.dtype
 
+    @property
+    def finds_largest_logits(self) -> bool:
+        """Whether `logits` may take less time where only the largest are wanted."""
+        return self.output is not None and self.output.finds_largest
+
     def reserve(self, num_tokens: int) -> None:
         """Allocate what steps of up to `num_tokens` tokens need, so that its addresses stay the same."""
         self._workspace.step(num_tokens)
@@ -225,15 +230,23 @@ class Decoder:
         return hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, num_largest: torch.Tensor | int | None = None) -> torch.Tensor:
         """Return the logits [R, vocab] float32 of rows [R, hidden] of `forward`'s result.
 
         They are on the device, in a buffer that the next call overwrites.
+
+        Args:
+            hidden: the rows.
+            num_largest: see `Linear.largest`; only where that is what this model finds. None: all.
         """
         assert self.output is not None, "the hidden states of this model are pooled"
         if len(hidden) > len(self._logits):
             self._logits = self._logits.new_empty(len(hidden), self.config.vocab_size)
-        logits = self.output(hidden, out=self._logits[: len(hidden)])
+        logits = self._logits[: len(hidden)]
+        if num_largest is None:
+            self.output(hidden, out=logits)
+        else:
+            self.output.largest(hidden, num_largest, out=logits)
         if self.config.logits_divisor != 1.0:
             logits /= self.config.logits_divisor
         if self.config.logits_softcap:

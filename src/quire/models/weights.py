@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from quire.kernels.bounds import kernel_group
+from quire.kernels.bounds import MIN_SHORTLISTED_BYTES, kernel_group
 from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
 from quire.models.layer import LayerWeight, joined_section
@@ -205,7 +205,18 @@ def weight_bytes(
             total += _num_copies(spec.field, config) * _bytes_as(
                 *held_as, source.held_shape, held_size, on_gpu=on_gpu
             )
+            if spec.field in ("embedding", "output") and held == "none" and is_native and not on_gpu:
+                total += _copy_bytes(source.held_shape, dtype, config, shard)
     return total
+
+
+def _copy_bytes(shape: tuple[int, ...], dtype: str, config: ModelConfig, shard: Shard) -> int:
+    """Return the bytes of the int8 copy that an output layer in floating point has beside it."""
+    is_small = math.prod(shape) * DTYPE_BYTES[dtype] < MIN_SHORTLISTED_BYTES
+    if is_small or shard != WHOLE or config.logits_softcap:
+        return 0
+    num_bytes = _bytes_as("int8", dtype, shape, 0, on_gpu=False)
+    return num_bytes + shape[0] * 2 * DTYPE_BYTES["float32"]
 
 
 def part_name(field: str, number: int) -> str:

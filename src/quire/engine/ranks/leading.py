@@ -114,7 +114,12 @@ class LeadingDecoder:
             yield
             self._ranks.send(CompileOnly(begins=False))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    @property
+    def finds_largest_logits(self) -> bool:
+        """All ranks compute all of theirs."""
+        return False
+
+    def logits(self, hidden: torch.Tensor, num_largest: torch.Tensor | int | None = None) -> torch.Tensor:
         """See `Decoder.logits`."""
         hidden = hidden.contiguous()
         self._ranks.send(Logits(len(hidden)))

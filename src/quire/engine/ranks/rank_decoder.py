@@ -41,11 +41,12 @@ class RankDecoder:
         self._communicator.broadcast(token_ids)
         return self._decoder.forward(token_ids, kv, batch, hook=hook)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, num_largest: torch.Tensor | int | None = None) -> torch.Tensor:
         """See `Decoder.logits` on rank 0; others return nothing, and keep nothing of what they give to it.
 
         Args:
             hidden: [R, hidden], contiguous; overwritten with rank 0's.
+            num_largest: None: all logits are computed.
         """
         self._communicator.broadcast(hidden)
         if self._is_first:

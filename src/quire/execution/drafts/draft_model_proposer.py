@@ -46,9 +46,9 @@ class DraftGraphs:
         """See `StepGraphs.max_array_bytes`."""
         return self._graphs.max_array_bytes
 
-    def logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def logits(self, token_ids: torch.Tensor, batch: AttentionBatch, num_largest: int | None) -> torch.Tensor:
         """See `StepGraphs.logits`."""
-        return self._graphs.logits(self._given(token_ids), batch).rows
+        return self._graphs.logits(self._given(token_ids), batch, num_largest=num_largest).rows
 
     def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
         """See `StepGraphs.forward`."""
@@ -102,6 +102,9 @@ class DraftModelProposer(Proposer):
         self._states = states
         self._num_ids = model.config.vocab_size
         self._target_ids = self._num_ids if vocab_size is None else vocab_size
+        self._num_largest: int | None = None
+        if model.finds_largest_logits:
+            self._num_largest = 0 if self._target_ids < self._num_ids else 1
 
     @property
     @override
@@ -177,10 +180,10 @@ class DraftModelProposer(Proposer):
     def _logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return the logits of the last token of each sequence."""
         if self._graphs is not None:  # one token of each
-            return self._graphs.logits(token_ids, batch)
+            return self._graphs.logits(token_ids, batch, self._num_largest)
         hidden = self._model.forward(token_ids, self._kv_cache.views, batch)
         last = array_to_device(np.cumsum(batch.num_tokens) - 1, hidden.device)
-        return self._model.logits(hidden[last])
+        return self._model.logits(hidden[last], self._num_largest)
 
 
 def _until_missing(drafts: IntArray) -> IntArray:

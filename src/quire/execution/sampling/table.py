@@ -7,6 +7,7 @@ import numpy as np
 from quire.execution.sampling.constraints import Constraints
 from quire.execution.sampling.rng import uniforms
 from quire.kernels.arrays import Float64Array, UInt8Array, UInt64Array
+from quire.kernels.bounds import MIN_HEAD_TOKENS
 from quire.kernels.sampling.seen_tokens import SeenIds
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS
 from quire.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ NO_PENALTIES = (_NO_SLOT, 1.0, 0.0, 0.0, _NO_SLOT)
 """The numbers of a row without penalties, as in `StepPenalties`."""
 
 _NO_LOGPROBS = -1
+_ALL = 0
 _NO_POSITION = -1
 _SEED_MASK = 2**64 - 1
 _NUM_AHEAD = 64
@@ -38,6 +40,7 @@ class SamplingTable:
         # position modulo their number.
         self._uniforms = np.zeros((max_num_seqs, _NUM_AHEAD))
         self._uniforms_of: Int64Array = np.full((max_num_seqs, _NUM_AHEAD), _NO_POSITION, dtype=np.int64)
+        self._num_largest: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_logprobs: Int64Array = np.full(max_num_seqs, _NO_LOGPROBS, dtype=np.int64)
         self._constrained_until: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._penalties = np.tile(np.array(NO_PENALTIES)[:, None], max_num_seqs)
@@ -73,12 +76,16 @@ class SamplingTable:
         self._penalties[:, slot] = NO_PENALTIES
         if is_penalized:
             self._penalties[:, slot] = slot, *np.array(penalty, dtype=np.float32), slot
-        self._needs[slot] = (
-            DRAWS * (params.temperature > 0)
-            + PENALTIES * is_penalized
+        draws = params.temperature > 0
+        needs = (
+            PENALTIES * is_penalized
             + CONSTRAINTS * (constraints is not None)
             + LOGPROBS * (params.logprobs is not None)
         )
+        self._needs[slot] = needs + DRAWS * draws
+        num_drawn_from = top_k if draws else 1
+        needs_all = needs or params.structured_outputs is not None or num_drawn_from > MIN_HEAD_TOKENS
+        self._num_largest[slot] = _ALL if needs_all else num_drawn_from
 
     def clear(self, slot: int) -> None:
         """Free the memory held for the request that left the slot."""
@@ -90,6 +97,11 @@ class SamplingTable:
         for of_slot in set(self._needs[slots].tobytes()):
             needs |= of_slot
         return needs
+
+    def num_largest(self, slots: Int64Array) -> int:
+        """Return how many of the largest logits of each of `slots` their tokens depend on; 0: all."""
+        numbers = self._num_largest[slots]
+        return int(numbers.max(initial=0)) if numbers.all() else _ALL
 
     def is_penalized(self, slots: Int64Array) -> BoolArray:
         """Return which of `slots` have penalties, [R]."""

@@ -1,8 +1,8 @@
 """The output layer in floating point, with a copy in int8 that says which logits can be the largest.
 
-The copy is read in place of the weights, and of these only the panels with such logits: a step of few rows
-reads half the bytes or, in float32, a quarter (native/src/shortlist.h). Logits that are computed have the bits
-that they have without.
+The copy is read in place of the weights, and of these only the panels with such logits: a step of few
+rows reads half the bytes or, in float32, a quarter (native/src/shortlist.h). Logits that are computed have
+the bits that they have without.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from quire.kernels.arrays import Float32Array, Float64Array
+from quire.kernels.bounds import MIN_HEAD_TOKENS
 from quire.kernels.sampling.row_scans import RowScans, relative_weights
 from quire.kernels.sampling.token_choice import Array, Filters
 from quire.step import BoolArray, Int64Array
@@ -43,6 +44,14 @@ def draw(
     """
     token_ids, decided = _Kept(logits, maxima, filters, rows, scans).choose(uniforms)
     for row in np.flatnonzero(~decided).tolist():
+        if filters.top_k[row] <= MIN_HEAD_TOKENS:
+            one = slice(row, row + 1)
+            numbers = filters.temperature, filters.top_k, filters.top_p, filters.min_p
+            of_row = Filters(*(of_rows[one] for of_rows in numbers))
+            token_ids[row] = _draw_from_largest(
+                logits[rows[row]], maxima[one], of_row, uniforms[one], scans=scans
+            )
+            continue
         token_ids[row] = draw_from_histogram(
             logits[rows[row]],
             temperature=filters.temperature[row : row + 1],
@@ -52,6 +61,26 @@ def draw(
             uniform=float(uniforms[row]),
         )
     return token_ids
+
+
+def _draw_from_largest(
+    logits: Float32Array,
+    maxima: Float32Array,
+    filters: Filters[Array],
+    uniforms: Float64Array,
+    *,
+    scans: RowScans,
+) -> int:
+    """Return the token id of one row in which too many tokens tie for a head, of the few that top-k keeps.
+
+    What it draws does not depend on the other tokens, whose logits may be unknown: see `Linear.largest`.
+    `logits` are [V], the others as for `draw`.
+    """
+    largest = np.argsort(-logits, kind="stable")[: filters.top_k[0]]
+    alone = np.full((1, len(logits)), -np.inf, dtype=np.float32)
+    alone[0, largest] = logits[largest]
+    kept = _Kept(alone, maxima, filters, np.zeros(1, dtype=np.int64), scans)
+    return int(kept.choose(uniforms)[0][0])
 
 
 class _Kept:

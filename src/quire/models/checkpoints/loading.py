@@ -203,7 +203,9 @@ class _Loader:
         if self.model.pooling is not None:
             return None
         field = "embedding" if self.model.tie_word_embeddings else "output"
-        output = self._linear(field, output_quantization(self._quantization))
+        # Ranks take all logits of each other, and a cap makes a number of -inf.
+        only_largest = self.parallel is None and not self.model.logits_softcap
+        output = self._linear(field, output_quantization(self._quantization), is_output=only_largest)
         if self.parallel is None:
             return output
         return VocabularyParallelLinear(output, self.parallel, self.model.vocab_size)
@@ -289,7 +291,7 @@ class _Loader:
         experts = self.kernels.experts(weights(), mixture, quantization=self._quantization, **self._how_held)
         return experts if self.parallel is None else RowParallelExperts(experts, self.parallel)
 
-    def _linear(self, field: str, quantization: str) -> Linear:
+    def _linear(self, field: str, quantization: str, *, is_output: bool = False) -> Linear:
         sources = self._specs[self.index, field].sources
         if sources in self._shared:
             return self._shared[sources]
@@ -299,6 +301,7 @@ class _Loader:
             self._checkpoint.matrix(sources),
             None if bias is None else self._tensor(bias),
             quantization=quantization,
+            is_output=is_output,
             **self._how_held,
         )
         if sources in self._is_shared:
