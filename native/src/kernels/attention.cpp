@@ -94,6 +94,7 @@ class HeadTask {
       Tile& next = tiles_[(i + 1) % 2];
       if (i == 0) rows_.template locate<T>(visit, rows_.head, tile);
       const bool is_fetched = rows_.template locate_following<T>(span, i + 1, next);
+      rows_.take_scales(tile);
       attend_tile(visit, tile, is_fetched ? &next : nullptr, state);
     }
   }
@@ -111,6 +112,7 @@ class HeadTask {
         rows_.limits(visit, rows_.first_row(own), &own.first_key, &own.end_key);
         ++own.end_key;
         rows_.template locate<T>(own, rows_.head, *tiles_);
+        rows_.take_scales(*tiles_);
         attend_tile(own, *tiles_, nullptr, state);
       }
     }
@@ -140,7 +142,7 @@ class HeadTask {
   template <class Values>
   QUIRE_INLINE void take_scores(const AttentionVisit& visit, const Tile& tile, int64_t first_row, int count, const Values& values,
                                 const State& state, Ahead& ahead) {
-    const float* value_scales = sizeof(T) == 1 ? tile.value_scales : nullptr;
+    const float* value_scales = sizeof(T) == 1 ? tile.scales[1] : nullptr;
     float factors[kPackedRows<Path>], units[kPackedRows<Path>];
     for (int i = 0; i < count; ++i) {
       const int64_t row = first_row + i;
@@ -167,7 +169,7 @@ class HeadTask {
     rows_.limits(visit, row, &first, &last);
     const float* products = scores_ + index * kTileTokens;
     for (int i = 0; i < kTileVectors; ++i) scores[i] = Path::template load_scores<T>(products + i * kLanes, query_rows_[row]);
-    finish_scores(call_, sizeof(T) == 1 ? tile.key_scales : nullptr, first, last, scores);
+    finish_scores(call_, sizeof(T) == 1 ? tile.scales[0] : nullptr, first, last, scores);
     if (!bias_) return;
     f32x16 biased[kTileVectors];  // so that without a bias, no score has to be in memory
     for (int i = 0; i < kTileVectors; ++i) biased[i] = scores[i];
@@ -248,6 +250,7 @@ class HeadTask {
   void sum_key_scores_of(const AttentionVisit& visit) {
     Tile& tile = tiles_[0];
     rows_.template locate<T>(visit, rows_.head, tile);
+    rows_.take_scales(tile);
     Ahead nothing{nullptr, 0, 0};
     pack_keys<Path, T>(tile, nothing, visit.first_key, visit.end_key, rows_.head_dim, keys_);
     TileSums sums;

@@ -15,11 +15,18 @@ namespace quire::QUIRE_ISA {
 
 constexpr int kTileVectors = kTileTokens / kLanes;
 
-// Where the keys and values of a tile lie, and their scales (int8 only). Tokens that nobody sees lead to zeros.
+// Where the keys and values of a tile lie, and their scales, if they have some. Tokens that nobody sees lead to zeros.
 struct Tile {
+  // Tokens of one block.
+  struct Piece {
+    int first, count;
+    const float* scales[2];
+  };
+
   const char* rows[2][kTileTokens];  // keys, values
-  alignas(64) float key_scales[kTileTokens];
-  alignas(64) float value_scales[kTileTokens];
+  Piece pieces[kTileTokens];
+  int num_pieces;
+  alignas(64) float scales[2][kTileTokens];
 };
 
 // The tile that comes next, fetched a row at a time all through the work on this one: a core has few lines under way at once,

@@ -73,23 +73,38 @@ struct HeadRows {
     }
   }
 
-  // Where the keys and values of a visit lie in a cache of T. `of_head`: the KV head, this or another.
+  // Where the keys and values of a visit lie in a cache of T; scales are fetched only. `of_head`: the KV head, this or another.
   template <class T>
   void locate(const AttentionVisit& visit, int64_t of_head, Tile& tile) const {
     for (int key = 0; key < kTileTokens; ++key) {
       if (key == visit.first_key) key = visit.end_key;
       if (key >= kTileTokens) break;
       tile.rows[0][key] = tile.rows[1][key] = kZeros;
-      tile.key_scales[key] = tile.value_scales[key] = 0.0f;
     }
     const int32_t* table = plan.block_tables + visit.sequence * plan.table_stride;
     const int64_t start = static_cast<int64_t>(visit.tile) * kTileTokens;
     int64_t entry = (start + visit.first_key) / plan.block_size, offset = (start + visit.first_key) % plan.block_size;
+    tile.num_pieces = 0;
     for (int key = visit.first_key; key < visit.end_key; ++entry, offset = 0) {
       const int count = static_cast<int>(min(plan.block_size - offset, visit.end_key - key));
-      locate_piece<T>(kv.keys, of_head, table[entry], offset, count, tile.rows[0] + key, tile.key_scales + key);
-      locate_piece<T>(kv.values, of_head, table[entry], offset, count, tile.rows[1] + key, tile.value_scales + key);
+      const float* key_scales = locate_piece<T>(kv.keys, of_head, table[entry], offset, count, tile.rows[0] + key);
+      const float* value_scales = locate_piece<T>(kv.values, of_head, table[entry], offset, count, tile.rows[1] + key);
+      tile.pieces[tile.num_pieces++] = {key, count, {key_scales, value_scales}};
       key += count;
+    }
+  }
+
+  // Takes the scales of a tile that was located some time ago, so that nobody waits for them.
+  void take_scales(Tile& tile) const {
+    const CachePart* parts[] = {&kv.keys, &kv.values};
+    for (int i = 0; i < 2 && parts[i]->scales != nullptr; ++i) {
+      const int64_t stride = parts[i]->scale_strides[2];
+      float* scales = tile.scales[i];
+      for (int j = 0; j < kTileVectors; ++j) store(scales + j * kLanes, f32x16{});
+      for (int j = 0; j < tile.num_pieces; ++j) {
+        const Tile::Piece& piece = tile.pieces[j];
+        for (int k = 0; k < piece.count; ++k) scales[piece.first + k] = piece.scales[i][k * stride];
+      }
     }
   }
 
@@ -131,17 +146,23 @@ struct HeadRows {
     }
   }
 
+  // Returns where the scales are, or null.
   template <class T>
-  QUIRE_INLINE void locate_piece(const CachePart& part, int64_t of_head, int64_t entry, int64_t offset, int count,
-                                 const char** rows, float* scales) const {
+  QUIRE_INLINE const float* locate_piece(const CachePart& part, int64_t of_head, int64_t entry, int64_t offset, int count,
+                                         const char** rows) const {
     const int64_t token_bytes = part.strides[2] * static_cast<int64_t>(sizeof(T));
     const char* row = static_cast<const char*>(part.numbers) +
                       (entry * part.strides[0] + of_head * part.strides[1]) * static_cast<int64_t>(sizeof(T)) +
                       offset * token_bytes;
     for (int i = 0; i < count; ++i) rows[i] = row + i * token_bytes;
-    if (part.scales == nullptr) return;
-    const float* scale = part.scales + entry * part.scale_strides[0] + of_head * part.scale_strides[1];
-    for (int i = 0; i < count; ++i) scales[i] = scale[(offset + i) * part.scale_strides[2]];
+    if (part.scales == nullptr) return nullptr;
+    const int64_t stride = part.scale_strides[2];
+    const float* scales = part.scales + entry * part.scale_strides[0] + of_head * part.scale_strides[1] + offset * stride;
+    const char *first = reinterpret_cast<const char*>(scales),
+               *last = reinterpret_cast<const char*>(scales + (count - 1) * stride);
+    for (const char* at = first; at < last; at += kLine) __builtin_prefetch(at);
+    __builtin_prefetch(last);
+    return scales;
   }
 };
 
