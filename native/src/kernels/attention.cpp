@@ -361,7 +361,7 @@ void attention(const AttentionCall& call, ThreadPool& pool) {
 #if defined(__AVX512VNNI__)
   if (call.query_type == DType::kBFloat16) {
     if (call.kv->type == DType::kInt8) return attend<BytesPath, int8_t>(call, pool);
-    if (call.kv->type == DType::kInt4) return attend<BytesPath, Int4Pair>(call, pool);
+    if (call.kv->type == DType::kInt4) return attend<Int4Path, Int4Pair>(call, pool);
   }
 #endif
   switch (call.kv->type) {

@@ -85,6 +85,7 @@ struct BytesPath {
   using Group = PlainGroup<BytesPath>;
   using Registers = NoRegisters;
   static constexpr int kInputs = 4;
+  static constexpr int kKeyInputs = kInputs;
   static constexpr int kGroupSteps = 1;
   static constexpr int kSumRegisters = 2;
   static constexpr int kColumnsTogether = 4;  // of values, that are made in one go
@@ -96,6 +97,7 @@ struct BytesPath {
     std::memcpy(&input.low, row + kInputs * step + kInputs / 2, kInputs);
     return input;
   }
+  static QUIRE_INLINE Input query_input(const SplitNumber* row, int64_t step) { return input(row, step); }
 
   // -- scores: keys are bytes without a sign, that is, more than what they stand for
 
@@ -104,9 +106,9 @@ struct BytesPath {
     sum.low = products(sum.low, keys, query.low);
   }
   static QUIRE_INLINE void store_scores(float* to, const SplitSum& sum) { store_bits(to, (sum.high << 7) + sum.low); }
-  template <class T>
+  template <class T, int kZero = 128>
   static QUIRE_INLINE f32x16 load_scores(const float* from, const QueryRow& query) {
-    return convert<f32x16>(load_bits<i32x16>(from) - kZero<T> * query.sum) * query.unit;
+    return convert<f32x16>(load_bits<i32x16>(from) - kZero * query.sum) * query.unit;
   }
 
   // -- weighted sums
@@ -128,12 +130,10 @@ struct BytesPath {
   template <int N, class T>
   static QUIRE_INLINE void key_columns(const T* const* rows, int64_t feature, Column (&columns)[kLanes]) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) columns[i] = bits_as<u32x16>(load_bytes<N>(feature_of(rows[i], feature)));
+    for (int i = 0; i < kLanes; ++i) columns[i] = bits_as<u32x16>(load_bytes<N>(rows[i] + feature));
     transpose(columns);
-    if constexpr (kZero<T> == 128) {
 #pragma GCC unroll 16
-      for (Column& column : columns) column = column ^ 0x80808080u;
-    }
+    for (Column& column : columns) column = column ^ 0x80808080u;
   }
 
   // 16 * N features of four tokens, which are a lane of a column.
@@ -144,9 +144,7 @@ struct BytesPath {
     __m512i tokens[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      __m512i bytes = load_bytes<4 * N>(feature_of(rows[i], feature));
-      if constexpr (kZero<T> != 128) bytes = _mm512_sub_epi8(bytes, _mm512_set1_epi8(kZero<T>));
-      tokens[i] = _mm512_permutexvar_epi32(order, bytes);
+      tokens[i] = _mm512_permutexvar_epi32(order, load_bytes<4 * N>(rows[i] + feature));
     }
     const __m512i low[2] = {_mm512_unpacklo_epi8(tokens[0], tokens[1]), _mm512_unpacklo_epi8(tokens[2], tokens[3])};
     const __m512i high[2] = {_mm512_unpackhi_epi8(tokens[0], tokens[1]), _mm512_unpackhi_epi8(tokens[2], tokens[3])};
@@ -157,21 +155,11 @@ struct BytesPath {
   }
 
  private:
-  // By how much a byte of the keys is more than what it stands for.
-  template <class T>
-  static constexpr int kZero = 128;
-
   // 4 * N features in bytes.
   template <int N>
   static QUIRE_INLINE __m512i load_bytes(const int8_t* from) {
     if constexpr (N == kLanes) return _mm512_loadu_si512(from);
     return _mm512_maskz_loadu_epi32((1 << N) - 1, from);
-  }
-  template <int N>
-  static QUIRE_INLINE __m512i load_bytes(const Int4Pair* from) {
-    const __m256i pairs = _mm256_maskz_loadu_epi16((1u << N) - 1, from);
-    const __m512i words = _mm512_cvtepu8_epi16(pairs);
-    return _mm512_and_si512(_mm512_or_si512(words, _mm512_slli_epi16(words, 4)), _mm512_set1_epi8(15));
   }
 
   static QUIRE_INLINE i32x16 products(i32x16 sum, u32x16 without_sign, u32x16 with_sign) {
@@ -182,8 +170,82 @@ struct BytesPath {
     return products(sum, without_sign, broadcast<u32x16>(with_sign));
   }
 };
-template <>
-constexpr int BytesPath::kZero<Int4Pair> = kInt4Zero;
+
+// Takes a query for keys in four bits.
+template <class From>
+QueryRow take_row(const From* row, int64_t count, float scale, EvenOddNumber* to) {
+  float numbers[kMaxHeadDim], ordered[kMaxHeadDim];
+  for (int64_t i = 0; i < count; i += kLanes) store(numbers + i, load(row + i));
+  for (int64_t i = 0; i < count; i += 8) {
+    for (int64_t j = 0; j < 8; ++j) ordered[i + j / 2 + j % 2 * 4] = numbers[i + j];
+  }
+  return take_row(ordered, count, scale, static_cast<SplitNumber*>(to));
+}
+
+QUIRE_INLINE float store_weights(const f32x16 (&weights)[kTileTokens / kLanes], EvenOddNumber* to) {
+  return store_weights(weights, static_cast<SplitNumber*>(to));
+}
+
+// Keys and values in four bits, which become columns as they lie, and then bytes.
+struct Int4Path : BytesPath {
+  struct QueryInput {
+    Input even, odd;
+  };
+
+  using Number = EvenOddNumber;
+  using Group = PlainGroup<Int4Path>;
+  static constexpr int kKeyInputs = 8;
+
+  static QUIRE_INLINE QueryInput query_input(const SplitNumber* row, int64_t step) {
+    return {input(row, 2 * step), input(row, 2 * step + 1)};
+  }
+  static QUIRE_INLINE void add(SplitSum& sum, const QueryInput& query, Column keys) {
+    BytesPath::add(sum, query.even, keys & 0x0f0f0f0f);
+    BytesPath::add(sum, query.odd, keys >> 4 & 0x0f0f0f0f);
+  }
+
+  template <class T>
+  static QUIRE_INLINE f32x16 load_scores(const float* from, const QueryRow& query) {
+    return BytesPath::load_scores<T, kInt4Zero>(from, query);
+  }
+
+  // 8 * N features of sixteen tokens, of which each eight are a lane of a column.
+  template <int N, class T>
+  static QUIRE_INLINE void key_columns(const T* const* rows, int64_t feature, Column (&columns)[kLanes]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      columns[i] = bits_as<u32x16>(_mm512_maskz_loadu_epi32((1 << N) - 1, feature_of(rows[i], feature)));
+    }
+    transpose(columns);
+  }
+
+  // As before. First each token's pairs so that the instructions, which exchange within quarters, leave features in order.
+  template <int N, class T>
+  static QUIRE_INLINE void value_columns(const T* const* rows, int64_t feature, Column (&columns)[N]) {
+    const __m512i order = _mm512_setr_epi64(kOrder, 0, kOrder + kNext, 0, kOrder + 2 * kNext, 0, kOrder + 3 * kNext, 0);
+    __m512i tokens[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i pairs = _mm512_maskz_loadu_epi64((1 << N) - 1, feature_of(rows[i], feature));
+      tokens[i] = _mm512_permutexvar_epi16(order, pairs);
+    }
+    const __m512i first = _mm512_unpacklo_epi8(tokens[0], tokens[1]), second = _mm512_unpacklo_epi8(tokens[2], tokens[3]);
+    unpack(_mm512_unpacklo_epi16(first, second), columns[0], columns[N > 1 ? 1 : 0]);
+    if constexpr (N > 2) unpack(_mm512_unpackhi_epi16(first, second), columns[2], columns[N > 3 ? 3 : 2]);
+  }
+
+ private:
+  static constexpr int64_t kOrder = 0x000c000800040000, kNext = 0x0001000100010001;  // 16-bit words 0, 4, 8 and 12, and so on
+
+  // Sixteen pairs of features of four tokens become two columns, of which `high` may be `low` if it is not wanted.
+  static QUIRE_INLINE void unpack(__m512i pairs, Column& low, Column& high) {
+    const __m512i half = _mm512_set1_epi8(15), zero = _mm512_set1_epi8(kInt4Zero);
+    const __m512i even = _mm512_sub_epi8(_mm512_and_si512(pairs, half), zero);
+    const __m512i odd = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(pairs, 4), half), zero);
+    high = bits_as<u32x16>(_mm512_unpackhi_epi32(even, odd));
+    low = bits_as<u32x16>(_mm512_unpacklo_epi32(even, odd));
+  }
+};
 
 #endif
 

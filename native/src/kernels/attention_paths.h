@@ -49,6 +49,9 @@ struct SplitNumber {
   uint8_t bytes[2];
 };
 
+// One of a query for keys in four bits: of each eight, those with even numbers lie before the others.
+struct EvenOddNumber : SplitNumber {};
+
 // What a query's products are to be multiplied by, and the sum of its numbers where they are whole.
 struct QueryRow {
   float unit;
@@ -117,10 +120,12 @@ struct BFloat16Path : FloatSums {
   using Group = PlainGroup<BFloat16Path>;
   using Registers = NoRegisters;
   static constexpr int kInputs = 2;  // numbers of a sum that one step adds
+  static constexpr int kKeyInputs = kInputs;
   static constexpr int kGroupSteps = 1;
 
   static QUIRE_INLINE Column column(const char* at) { return load_bits<Column>(at); }
   static QUIRE_INLINE uint32_t input(const bf16* row, int64_t step) { return load_pair(row + 2 * step); }
+  static QUIRE_INLINE uint32_t query_input(const bf16* row, int64_t step) { return input(row, step); }
   static QUIRE_INLINE void add(f32x16& sum, uint32_t input, Column column) { add_pair_products(sum, input, column); }
   static QUIRE_INLINE void add_values(f32x16& sum, uint32_t input, Column column) { add(sum, input, column); }
 
@@ -233,10 +238,12 @@ struct Float32Path : FloatSums {
   using Group = PlainGroup<Float32Path>;
   using Registers = NoRegisters;
   static constexpr int kInputs = 1;
+  static constexpr int kKeyInputs = kInputs;
   static constexpr int kGroupSteps = 1;
 
   static QUIRE_INLINE Column column(const char* at) { return load(reinterpret_cast<const float*>(at)); }
   static QUIRE_INLINE float input(const float* row, int64_t step) { return row[step]; }
+  static QUIRE_INLINE float query_input(const float* row, int64_t step) { return input(row, step); }
   static QUIRE_INLINE void add(f32x16& sum, float input, Column column) { sum += input * column; }
   static QUIRE_INLINE void add_values(f32x16& sum, float input, Column column) { add(sum, input, column); }
 

@@ -56,11 +56,11 @@ struct Count {
 template <class Path, class T, int N = kLanes, class Visit>
 QUIRE_INLINE void for_each_key_columns(const T* const* rows, int64_t feature, int64_t head_dim, const Visit& visit) {
   typename Path::Column columns[kLanes];
-  for (; feature + N * Path::kInputs <= head_dim; feature += N * Path::kInputs) {
+  for (; feature + N * Path::kKeyInputs <= head_dim; feature += N * Path::kKeyInputs) {
     Path::template key_columns<N>(rows, feature, columns);
-    visit(feature / Path::kInputs, columns, Count<N>{});
+    visit(feature / Path::kKeyInputs, columns, Count<N>{});
   }
-  if constexpr (N * Path::kInputs > kLanes) {
+  if constexpr (N * Path::kKeyInputs > kLanes) {
     if (feature < head_dim) for_each_key_columns<Path, T, N / 2>(rows, feature, head_dim, visit);
   }
 }
@@ -163,7 +163,7 @@ struct Seen {
 template <class Path, bool kFetches, int R, int V>
 QUIRE_INLINE void score_vectors(const typename Path::Number* rows, int64_t head_dim, const char* keys, float* scores,
                                 Ahead& ahead) {
-  const int64_t num_steps = head_dim / Path::kInputs;
+  const int64_t num_steps = head_dim / Path::kKeyInputs;
   typename Path::Sum sums[R][V];
 #pragma GCC unroll 24
   for (int i = 0; i < R * V; ++i) sums[i / V][i % V] = typename Path::Sum{};
@@ -175,7 +175,7 @@ QUIRE_INLINE void score_vectors(const typename Path::Number* rows, int64_t head_
     for (int i = 0; i < V; ++i) columns[i] = Path::column(keys + i * 64);
 #pragma GCC unroll 6
     for (int row = 0; row < R; ++row) {
-      const auto input = Path::input(rows + row * head_dim, step);
+      const auto input = Path::query_input(rows + row * head_dim, step);
 #pragma GCC unroll 4
       for (int i = 0; i < V; ++i) Path::add(sums[row][i], input, columns[i]);
     }
@@ -225,7 +225,7 @@ template <class Path, class T, int R>
 void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, const Tile& tile, int first, int end,
                          float* scores, Ahead& ahead) {
   // All keys of the next tile while this one's keys are read; its values are for the weighted sums.
-  constexpr int64_t kFeatures = kLanes * Path::kInputs;
+  constexpr int64_t kFeatures = kLanes * Path::kKeyInputs;
   const int64_t num_reads = ceil_div(end - first / kLanes * kLanes, kLanes) * ceil_div(head_dim, kFeatures);
   const int64_t num_fetches = ceil_div(kTileTokens, num_reads);
   for_each_lanes<T>(tile, first, end, [&](int token, const T* const* rows) {
@@ -240,7 +240,7 @@ void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, c
 #pragma GCC unroll 16
       for (int i = 0; i < decltype(count)::kValue; ++i) {
 #pragma GCC unroll 6
-        for (int row = 0; row < R; ++row) groups[row].add(Path::input(query + row * head_dim, step + i), columns[i]);
+        for (int row = 0; row < R; ++row) groups[row].add(Path::query_input(query + row * head_dim, step + i), columns[i]);
       }
 #pragma GCC unroll 6
       for (int row = 0; row < R; ++row) sums[row] = groups[row].total();
