@@ -4,9 +4,10 @@ Every part of a step is timed: the phases of the engine, and each kind of kernel
 over the layers. Steps are computed call by call for that, not as they are recorded. The times include the
 overhead of the clocks (about 0.3 us per call). The limit of a row is
 the time to read its weights or KV at the given bandwidth, or for its products at the given rate, whichever is
-longer; `make bench-peers` measures both rates.
+longer; `make bench-peers` measures both rates. Logits may take less: of few requests, not all are computed.
 
-    python benchmarks/step_profile.py MODEL [--requests 1 16] [--context 64] [--quantization int8]
+    python benchmarks/step_profile.py MODEL [--requests 1 16] [--context 64] [--quantization int8] \\
+        [--instructions avx2]
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quire.engine.core import EngineCore
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling.sampler import Sampler
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.layers.linear import Linear
 from quire.kv import PagedAttentionCacheMetaData
@@ -181,7 +183,11 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=None, help="operations/s (default: 450e9, quantized 860e9)"
     )
+    best = _native.instruction_set()
+    parser.add_argument("--instructions", default=best, help=f"instruction set (default: {best})")
     options = parser.parse_args()
+    if not _native.set_instruction_set(options.instructions):
+        parser.error(f"this CPU has no {options.instructions}")
     if options.rate is None:
         options.rate = 450e9 if options.quantization == "none" else 860e9
     clock = Clock()
@@ -208,8 +214,8 @@ def main() -> None:
         wrap_kernels(decoder, clock)
         for num_requests in options.requests:
             least = limits(decoder, num_requests, options.context, options)
-            kind = f"{num_requests} requests, context from {options.context}, {options.quantization}"
-            print(f"\n{kind}: ms per decode step")
+            kind = f"{num_requests} requests, context from {options.context}"
+            print(f"\n{kind}, {options.quantization}, {options.instructions}: ms per decode step")
             for name, seconds in measure(llm, clock, num_requests, options):
                 share = f"{least[name] * 1e3:8.3f} {least[name] / seconds:6.0%}" if name in least else ""
                 print(f"{name:26} {seconds * 1e3:8.3f}   {share}")
