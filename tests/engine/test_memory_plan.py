@@ -100,6 +100,23 @@ def test_sizes_of_a_known_model(qwen: ModelConfig):
     assert result.total_bytes == result.weight_bytes + result.activation_bytes + result.kv_bytes
 
 
+@pytest.mark.parametrize(
+    ("changes", "engine"),
+    [
+        ({"logits_softcap": 30.0}, {}),
+        ({"output_bias": True}, {}),
+        ({}, {"kernels": "reference"}),
+        ({}, {"quantization": "int8"}),
+        ({"vocab_size": 16_000}, {}),
+    ],
+    ids=str,
+)
+def test_an_output_layer_that_has_no_copy(qwen: ModelConfig, changes: dict, engine: dict):
+    model = dataclasses.replace(qwen, **changes)
+    without = plan(model, engine=engine, num_kv_blocks=1000).weight_bytes
+    assert without < 2 * count_parameters(model) + 1_000_000
+
+
 def test_the_data_type_decides_the_sizes(qwen: ModelConfig):
     narrow = plan(qwen, num_kv_blocks=1000)
     wide = plan(qwen, engine={"dtype": "float32"}, num_kv_blocks=1000)

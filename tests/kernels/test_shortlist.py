@@ -113,6 +113,8 @@ def _unusual_rows(kind: str, dtype: torch.dtype) -> torch.Tensor:
             rows *= 1e-6 if dtype == torch.float16 else 1e-37
         case "huge":
             rows *= 1e4 if dtype == torch.float16 else 1e30
+        case "overflowing":
+            rows *= 1e4 if dtype == torch.float16 else 5e37
         case "zero":
             rows[:] = 0
         case "nan" | "inf":
@@ -122,7 +124,7 @@ def _unusual_rows(kind: str, dtype: torch.dtype) -> torch.Tensor:
 
 @on_instruction_sets(
     dtype=DTYPES,
-    rows=["outlier", "zero", "tiny", "huge", "nan", "inf", "ordinary"],
+    rows=["outlier", "zero", "tiny", "huge", "overflowing", "nan", "inf", "ordinary"],
     weights=["equal", "equal in pairs", "zero", "nan", "inf", "tiny", "ordinary", "one large row"],
 )
 def test_unusual_numbers(instruction_set: str, dtype: torch.dtype, rows: str, weights: str) -> None:

@@ -99,7 +99,9 @@ void screen_panel(const ShortlistCall& call, const Memory& memory, int64_t panel
       const f32x16 error = load(norms + half * kLanes) * memory.factors[2 * row] +
                            load(lacking + half * kLanes) * memory.factors[2 * row + 1] + kLeast;
       f32x16 lower = product - error, upper = product + error;
-      unsound += lower * 0.0f + upper * 0.0f;
+      // Where the sum of the magnitudes could be infinite, so could the product.
+      const f32x16 magnitude = load(norms + half * kLanes) * (2.0f * memory.factors[2 * row + 1]) + error;
+      unsound += (lower + upper + magnitude) * 0.0f;
       if (left < kLanes) {
         lower = load_some(reinterpret_cast<const float*>(&lower), static_cast<int>(left), -kInfinity);
         upper = load_some(reinterpret_cast<const float*>(&upper), static_cast<int>(left), -kInfinity);

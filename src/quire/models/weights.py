@@ -157,7 +157,8 @@ def weight_bytes(
     A tied embedding counts as the output layer; beside it only the rows that are looked up are read, where
     the file is mapped, unless the file has it in another floating-point type: then it is held a second time.
     A quantized one is decoded there row by row. So it is with the embedding that layers get vectors of. What
-    pooled rows go through is held in float32, and never on a GPU.
+    pooled rows go through is held in float32, and never on a GPU. A large output layer in floating point has
+    a copy in int8 if native kernels hold it.
 
     Args:
         config: the whole model's numbers.
@@ -210,10 +211,18 @@ def weight_bytes(
     return total
 
 
+def may_find_largest(config: ModelConfig, shard: Shard) -> bool:
+    """Return whether an output layer may be one that `finds_largest`.
+
+    Not if ranks need all logits of each other, or a cap makes numbers of -inf.
+    """
+    return shard == WHOLE and not (config.logits_softcap or config.output_bias)
+
+
 def _copy_bytes(shape: tuple[int, ...], dtype: str, config: ModelConfig, shard: Shard) -> int:
     """Return the bytes of the int8 copy that an output layer in floating point has beside it."""
     is_small = math.prod(shape) * DTYPE_BYTES[dtype] < MIN_SHORTLISTED_BYTES
-    if is_small or shard != WHOLE or config.logits_softcap:
+    if is_small or not may_find_largest(config, shard):
         return 0
     num_bytes = _bytes_as("int8", dtype, shape, 0, on_gpu=False)
     return num_bytes + shape[0] * 2 * DTYPE_BYTES["float32"]

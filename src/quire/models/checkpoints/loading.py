@@ -38,7 +38,13 @@ from quire.models.parallel import (
 )
 from quire.models.row_layers import DenseRows
 from quire.models.shard import WHOLE, Shard
-from quire.models.weights import WeightSource, WeightSpec, output_quantization, weight_specs
+from quire.models.weights import (
+    WeightSource,
+    WeightSpec,
+    may_find_largest,
+    output_quantization,
+    weight_specs,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -203,9 +209,8 @@ class _Loader:
         if self.model.pooling is not None:
             return None
         field = "embedding" if self.model.tie_word_embeddings else "output"
-        # Ranks take all logits of each other, and a cap makes a number of -inf.
-        only_largest = self.parallel is None and not self.model.logits_softcap
-        output = self._linear(field, output_quantization(self._quantization), is_output=only_largest)
+        quantization = output_quantization(self._quantization)
+        output = self._linear(field, quantization, is_output=may_find_largest(self.model, self.shard))
         if self.parallel is None:
             return output
         return VocabularyParallelLinear(output, self.parallel, self.model.vocab_size)
