@@ -96,9 +96,9 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
     captured: list[int] = []
     ranks = TapedRanks(monkeypatch, tmp_path)
 
-    def watched(replay: Any, runner: ModelRunner, output: Any, sampling: Any) -> Any:
+    def watched(replay: Any, runner: ModelRunner, output: Any, *given: Any) -> Any:
         captured.append(output.total_num_scheduled_tokens)
-        return replay(runner, output, sampling)
+        return replay(runner, output, *given)
 
     monkeypatch.setattr(ModelRunner, "_is_small", lambda _self, _output, sampling: len(sampling.tokens) > 0)
     call_through(monkeypatch, ModelRunner, "_replay", watched)
