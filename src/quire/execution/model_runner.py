@@ -337,7 +337,7 @@ class ModelRunner:
         """Return the `num_largest` of `Decoder.logits` for a step; None: the model does not find them."""
         if not self._model.finds_largest_logits:
             return None
-        return self._sampler.table.num_largest(output.slots[sampling.rows].astype(np.int64))
+        return self._sampler.table.num_largest(output.slots[sampling.rows])
 
     def _replay(
         self, output: SchedulerOutput, sampling: SamplingPositions, num_largest: int | None

@@ -11,7 +11,7 @@ from quire.kernels.bounds import MIN_HEAD_TOKENS
 from quire.kernels.sampling.seen_tokens import SeenIds
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS
 from quire.sampling_params import SamplingParams
-from quire.step import BoolArray, Int64Array
+from quire.step import BoolArray, Int64Array, IntArray
 
 DRAWS, PENALTIES, CONSTRAINTS, LOGPROBS = 1, 2, 4, 8
 """What a request may need beside its likeliest token; bits."""
@@ -98,7 +98,7 @@ class SamplingTable:
             needs |= of_slot
         return needs
 
-    def num_largest(self, slots: Int64Array) -> int:
+    def num_largest(self, slots: IntArray) -> int:
         """Return how many of the largest logits of each of `slots` their tokens depend on; 0: all."""
         numbers = self._num_largest[slots]
         return int(numbers.max(initial=0)) if numbers.all() else _ALL
