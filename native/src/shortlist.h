@@ -35,19 +35,23 @@ struct ShortlistScratch {
   int64_t panels;     // [panels] int32, those that are multiplied
   int64_t linear;     // of the product
   int64_t total;
+  int64_t floats_of_row, numbers_of_row;  // in `floats`, and in `lowest` and `highest`; whole lines
 
   ShortlistScratch(const PackedWeight& exact, const PackedWeight& screen, int64_t num_rows) {
     const LinearScratch of_rows(screen, 2 * num_rows);
-    const int64_t panel_numbers = round_up(screen.num_panels() * 4, kLine);
+    const int64_t float_bytes = round_up(screen.in_features * 4, kLine);
+    const int64_t number_bytes = round_up(screen.num_panels() * 4, kLine);
+    floats_of_row = float_bytes / 4;
+    numbers_of_row = number_bytes / 4;
     row_bytes = of_rows.row_bytes;
     floats = 2 * num_rows * row_bytes;
-    scales = floats + num_rows * round_up(screen.in_features * 4, kLine);
+    scales = floats + num_rows * float_bytes;
     factors = scales + round_up(num_rows * 8, kLine);
     lowest = factors + round_up(num_rows * 8, kLine);
-    highest = lowest + num_rows * panel_numbers;
-    order = highest + num_rows * panel_numbers;
-    panels = order + panel_numbers;
-    linear = panels + panel_numbers;
+    highest = lowest + num_rows * number_bytes;
+    order = highest + num_rows * number_bytes;
+    panels = order + number_bytes;
+    linear = panels + number_bytes;
     total = linear + LinearScratch(exact, num_rows).total;
   }
 };

@@ -68,19 +68,12 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
         scales[other] = scales[row];
       });
   for_each_task(call, pool, Int8Format::kRowsTogether, [&](const PanelTask& task) {
-    const char* tail = task.panel + num_steps * Int8Format::kStepBytes;
-    f32x16 column_scale[2];
-    i32x16 column_sum[2];
-    for (int half = 0; half < 2; ++half) {
-      column_scale[half] = load_bits<f32x16>(tail + half * kLine);
-      column_sum[half] = load_bits<i32x16>(tail + kPanelColumns * 4 + half * kLine);
-    }
+    const Int8Columns columns(task.panel + num_steps * Int8Format::kStepBytes);
     multiply_panel<Int8Format>(rows, row_stride, task.first_row, task.last_row, num_steps, task.panel, weight.panel_bytes(),
                                [&](int64_t row, i32x16(&sums)[2]) {
                                  f32x16 values[2];
                                  for (int half = 0; half < 2; ++half) {
-                                   const f32x16 exact = convert<f32x16>(sums[half] - column_sum[half] * Int8Format::kOffset);
-                                   values[half] = exact * (column_scale[half] * scales[row]) + task.bias[half];
+                                   values[half] = columns.numbers(half, sums[half], scales[row]) + task.bias[half];
                                  }
                                  store_row(call, row, task, values);
                                });

@@ -86,4 +86,20 @@ QUIRE_INLINE void multiply_panel(const typename Format::Row* rows, int64_t row_s
   });
 }
 
+// What turns the sums of products with an int8 panel into numbers.
+struct Int8Columns {
+  f32x16 scale[2];
+  i32x16 sum[2];
+
+  explicit QUIRE_INLINE Int8Columns(const char* tail) {
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = load_bits<f32x16>(tail + half * kLine);
+      sum[half] = load_bits<i32x16>(tail + kPanelColumns * 4 + half * kLine);
+    }
+  }
+  QUIRE_INLINE f32x16 numbers(int half, i32x16 sums, float row_scale) const {
+    return convert<f32x16>(sums - sum[half] * Int8Format::kOffset) * (scale[half] * row_scale);
+  }
+};
+
 }  // namespace quire::QUIRE_ISA

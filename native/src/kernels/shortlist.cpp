@@ -37,8 +37,8 @@ struct Memory {
     order = floats_at(scratch.order);
     panels = reinterpret_cast<int32_t*>(call.scratch + scratch.panels);
     linear = call.scratch + scratch.linear;
-    floats_of_row = (scratch.scales - scratch.floats) / call.exact.num_rows / 4;
-    numbers_of_row = (scratch.highest - scratch.lowest) / call.exact.num_rows / 4;
+    floats_of_row = scratch.floats_of_row;
+    numbers_of_row = scratch.numbers_of_row;
   }
 };
 
@@ -73,16 +73,14 @@ void screen_panel(const ShortlistCall& call, const Memory& memory, int64_t panel
   const int64_t num_steps = ceil_div(weight.in_features, Int8Format::kInputs);
   const int64_t num_rows = call.exact.num_rows, column = panel * kPanelColumns;
   const char* start = weight.panels + panel * weight.panel_bytes();
-  const char* tail = start + num_steps * Int8Format::kStepBytes;
+  const Int8Columns columns(start + num_steps * Int8Format::kStepBytes);
   const float* norms = call.norms + column;
   const float* lacking = norms + weight.num_panels() * kPanelColumns;
   f32x16 products[2 * kMaxShortlistRows][2];
   multiply_panel<Int8Format>(memory.rows, memory.row_bytes, 0, 2 * num_rows, num_steps, start, weight.panel_bytes(),
                              [&](int64_t row, i32x16(&sums)[2]) {
                                for (int half = 0; half < 2; ++half) {
-                                 const i32x16 of_column = load_bits<i32x16>(tail + kPanelColumns * 4 + half * kLine);
-                                 const f32x16 scale = load_bits<f32x16>(tail + half * kLine) * memory.scales[row];
-                                 products[row][half] = convert<f32x16>(sums[half] - of_column * Int8Format::kOffset) * scale;
+                                 products[row][half] = columns.numbers(half, sums[half], memory.scales[row]);
                                }
                              });
   const int64_t count = min(weight.out_features - column, kPanelColumns);
