@@ -26,7 +26,7 @@ from quire.step import GraphStats
 pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="the native kernels are not built")
 
 if has_native_kernels():
-    from quire.kernels.cpu import shortlist
+    from quire.kernels.cpu import linear
 
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=3)
 
@@ -155,7 +155,7 @@ def test_tokens_are_the_same_where_only_the_largest_logits_are_computed(
     config = read_model_config(checkpoint)
     expected = tokens(load_decoder(checkpoint, config, "bfloat16"))
     assert not sum(watched)
-    monkeypatch.setattr(shortlist, "MIN_SHORTLISTED_BYTES", 0)
+    monkeypatch.setattr(linear, "MIN_SHORTLISTED_BYTES", 0)
     model = load_decoder(checkpoint, config, "bfloat16")
     assert model.finds_largest_logits
     assert tokens(model) == expected

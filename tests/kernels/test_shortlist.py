@@ -6,10 +6,9 @@ import pytest
 import torch
 from native_settings import on_instruction_sets, threads
 
-from quire.kernels.cpu import shortlist
+from quire.kernels.cpu import linear
 from quire.kernels.cpu.kernel_set import NativeKernels
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.shortlist import ShortlistedLinear
+from quire.kernels.cpu.linear import PackedLinear, ShortlistedLinear
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.linear import Linear
 from quire.models.checkpoints.cached_weights import FilledMemory
@@ -155,7 +154,7 @@ def test_an_output_layer_has_a_copy_if_it_is_large_and_in_floating_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels, weight = NativeKernels(), _random(512, 64)
-    monkeypatch.setattr(shortlist, "MIN_SHORTLISTED_BYTES", 512 * 64 * 2)
+    monkeypatch.setattr(linear, "MIN_SHORTLISTED_BYTES", 512 * 64 * 2)
     assert kernels.output_linear([weight], dtype=torch.bfloat16).finds_largest
     assert kernels.output_linear([weight[:256], weight[256:]], dtype=torch.bfloat16).finds_largest
     others = [

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from quire.kernels.bounds import MIN_SHORTLISTED_BYTES
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.programs import refuse_recording
 from quire.kernels.cpu.tensors import (
     TYPE_NUMBERS,
     Form,
@@ -38,6 +40,7 @@ from quire.kernels.layers.weights import (
 )
 
 GATED_COLUMNS = 16  # of gates, and then of what they are multiplied with, in a panel
+_PANEL_ROWS = 2 * GATED_COLUMNS
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = ("none", "int8", "int4", "grouped_int8")  # of floats
@@ -154,6 +157,55 @@ class LinearsSideBySide(Linear):
         return out
 
 
+class ShortlistedLinear(PackedLinear):
+    """A layer in floating point without bias, and a copy in int8 that says which results can be the largest.
+
+    The copy is read in place of the weights, and of these only the panels with such results: a step of few
+    rows reads half the bytes or, in float32, a quarter (native/src/shortlist.h). Results that are computed
+    have the bits that they have without. The arguments are those of `KernelSet.linear`.
+    """
+
+    finds_largest = True
+
+    def __init__(
+        self,
+        parts: Sequence[Weight],
+        *,
+        dtype: torch.dtype,
+        memory: WeightMemory | None = None,
+        **options: Any,
+    ) -> None:
+        memory = memory or WeightMemory()
+        super().__init__(parts, dtype=dtype, memory=memory, **options)
+        padded = -(-self.out_features // _PANEL_ROWS) * _PANEL_ROWS
+        self._norms = memory.allocate(2 * padded * 4).view(torch.float32)
+        if not memory.is_filled:
+            self._norms.zero_()
+        self._copy = PackedMatrix(parts, dtype=dtype, quantization="int8", memory=memory, norms=self._norms)
+        self._shortlisted = _native.ShortlistedWeight(self._weight, self._copy.native, self._norms.data_ptr())
+
+    @override
+    def largest(self, rows: torch.Tensor, count: torch.Tensor | int, *, out: torch.Tensor) -> torch.Tensor:
+        if isinstance(count, int):
+            refuse_recording("a number that is not in a tensor")
+            count = torch.tensor([count])
+        row_type, stride, num_rows, _, out_stride = row_numbers(
+            (rows.shape, rows.stride(), rows.dtype, rows.is_cpu),
+            (out.shape, out.stride(), out.dtype, out.is_cpu),
+            self.in_features,
+            self.out_features,
+        )
+        if out.dtype is not torch.float32 or count.dtype is not torch.int64 or count.numel() != 1:
+            raise TypeError(
+                f"out is {out.dtype} and count {count.dtype} {list(count.shape)}; they must be float32 and "
+                "int64 [1]"
+            )
+        self._shortlisted.largest(
+            rows.data_ptr(), row_type, stride, num_rows, count.data_ptr(), out.data_ptr(), out_stride
+        )
+        return out
+
+
 def linear_of(parts: Sequence[Weight], bias: torch.Tensor | None, **options: Any) -> Linear:
     """Return the layer of `KernelSet.linear`; parts in groups of different numbers of bits are held apart."""
     in_groups = [part for part in parts if isinstance(part, GroupedWeight)]
@@ -161,6 +213,15 @@ def linear_of(parts: Sequence[Weight], bias: torch.Tensor | None, **options: Any
         runs = [list(run) for _, run in itertools.groupby(in_groups, key=lambda part: part.bits)]
         return LinearsSideBySide(runs, bias, **options)
     return PackedLinear(parts, bias, **options)
+
+
+def output_linear_of(parts: Sequence[Weight], bias: torch.Tensor | None, **options: Any) -> Linear:
+    """Return the layer of `KernelSet.output_linear`."""
+    size = sum(map(num_rows, parts)) * in_features(parts[0]) * options["dtype"].itemsize
+    kind = quantization_of(parts, options.get("quantization", "none"), options.get("group_size", 128))
+    if bias is None and kind == "none" and size >= MIN_SHORTLISTED_BYTES:
+        return ShortlistedLinear(parts, **options)
+    return linear_of(parts, bias, **options)
 
 
 @checked_once
