@@ -51,7 +51,7 @@ struct PackedWeight {
   bool in_groups() const { return format >= WeightFormat::kInt4; }
   int64_t num_groups() const { return in_groups() ? in_features / group_size : 0; }
   int64_t group_bytes() const;
-  int64_t exponent_bytes() const { return round_up(num_groups() * kPanelColumns, kLine); }  // kMxfp4 only
+  int64_t exponent_bytes() const { return format == WeightFormat::kMxfp4 ? round_up(num_groups() * kPanelColumns, kLine) : 0; }
   int64_t num_panels() const { return ceil_div(out_features, kPanelColumns); }
   int64_t panel_bytes() const;
   int64_t bytes() const { return num_panels() * panel_bytes(); }

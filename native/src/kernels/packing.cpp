@@ -30,18 +30,65 @@ struct Column {
   float* norms = nullptr;  // of its row, and num_panels() panels behind it, of what the row lacks; null: not needed
 };
 
-// Puts 32 bits of each of sixteen columns side by side, for every step.
-void interleave(const char* const (&columns)[kLanes], int64_t num_steps, char* to) {
-  for (int64_t step = 0; step < num_steps; step += kLanes) {
-    const int64_t count = num_steps - step < kLanes ? num_steps - step : kLanes;
+// Where the 32 bits that a step or a group has of each of sixteen columns lie, line after line, see linear.h.
+class Lines {
+ public:
+  Lines(const PackedWeight& weight, char* panel, int half) : group_(panel), step_(kPanelColumns * 4) {
+    int64_t line = half * kLine;
+    if (weight.in_groups()) {
+      const int64_t header = weight.format == WeightFormat::kMxfp4  ? 0
+                             : weight.format == WeightFormat::kInt6 ? Int6Group::kHeader
+                                                                    : kGroupHeader;
+      group_bytes_ = weight.group_bytes();
+      lines_per_group_ = (group_bytes_ - header) / (2 * kLine);
+      group_ += header + weight.exponent_bytes();
+    }
+    if (weight.format == WeightFormat::kInt6) {
+      lines_per_run_ = 3;
+      step_ = kLine;
+      line *= 3;
+    }
+    group_ += line;
+    at_ = group_;
+  }
+
+  QUIRE_INLINE char* next() {
+    char* line = at_;
+    at_ += step_;
+    if (++num_in_run_ == lines_per_run_) {
+      num_in_run_ = 0;
+      at_ += 3 * kLine;  // of the other half
+    }
+    if (++num_in_group_ == lines_per_group_) {
+      num_in_group_ = 0;
+      at_ = group_ += group_bytes_;
+    }
+    return line;
+  }
+
+ private:
+  char *group_, *at_;
+  int64_t step_, group_bytes_ = 0;
+  int64_t lines_per_run_ = 0, lines_per_group_ = 0;  // 0: there is one
+  int64_t num_in_run_ = 0, num_in_group_ = 0;
+};
+
+// Puts 32 bits of each of sixteen columns side by side, for every line.
+void interleave(const char* const (&columns)[kLanes], int64_t num_lines, Lines to) {
+  for (int64_t first = 0; first < num_lines; first += kLanes) {
+    const int64_t count = min(num_lines - first, kLanes);
     u32x16 lines[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-      uint32_t line[kLanes] = {};
-      std::memcpy(line, columns[i] + step * 4, count * 4);
-      lines[i] = load_bits<u32x16>(line);
+      if (count == kLanes) {
+        lines[i] = load_bits<u32x16>(columns[i] + first * 4);
+      } else {
+        uint32_t line[kLanes] = {};
+        std::memcpy(line, columns[i] + first * 4, count * 4);
+        lines[i] = load_bits<u32x16>(line);
+      }
     }
     transpose(lines);
-    for (int64_t i = 0; i < count; ++i) store_bits(to + (step + i) * kPanelColumns * 4, lines[i]);
+    for (int64_t i = 0; i < count; ++i) store_bits(to.next(), lines[i]);
   }
 }
 
@@ -168,17 +215,25 @@ float unit_of(const float* scales, int64_t count) {
   return __builtin_ldexpf(1.0f, exponent < -126 ? -126 : exponent);
 }
 
+// A row in groups: a step in each byte, and what the steps of each group stand for.
+struct GroupedRow {
+  const uint8_t* steps;  // [in_features]
+  const float* scales;   // [num_groups]
+  const float* zeros;    // [num_groups]
+};
+
+// Memory for a row in groups.
 struct GroupMemory {
   float* weights;  // [group_size]
   float* scales;   // [num_groups]
   float* zeros;    // [num_groups]
-  int8_t* steps;   // [group_size]
+  uint8_t* steps;  // [in_features]
 
   GroupMemory(const PackedWeight& weight, char* buffer) {
     weights = reinterpret_cast<float*>(buffer);
     scales = weights + weight.group_size;
     zeros = scales + weight.num_groups();
-    steps = reinterpret_cast<int8_t*>(zeros + weight.num_groups());
+    steps = reinterpret_cast<uint8_t*>(zeros + weight.num_groups());
   }
 };
 
@@ -189,7 +244,7 @@ void load_group(const PackedWeight& weight, const WeightSource& source, int64_t 
   }
 }
 
-void take_steps(GroupRange range, const float* weights, int64_t count, int8_t* steps) {
+void take_steps(GroupRange range, const float* weights, int64_t count, uint8_t* steps) {
   for (int64_t input = 0; input < count; input += kLanes) {
     const i32x16 rounded = bits_as<i32x16>(range.steps_of(load(weights + input))) - bits_as<i32x16>(splat(kRound));
     const i8x16 bytes = low_bytes(rounded);
@@ -197,89 +252,12 @@ void take_steps(GroupRange range, const float* weights, int64_t count, int8_t* s
   }
 }
 
-void store_int6_steps(const Column& column, const uint8_t* steps, char* to) {
-  const int64_t half = column.index / kLanes, lane = column.index % kLanes;
-  for (int64_t unit = 0; unit < column.weight->group_size / 16; ++unit) {
-    const uint8_t* q = steps + unit * 16;
-    char* line = to + (2 * unit + half) * 3 * kLine + lane * 4;
-    for (int i = 0; i < 4; ++i) {
-      line[i] = static_cast<char>((q[i] & 15) | (q[4 + i] & 15) << 4);
-      line[kLine + i] = static_cast<char>((q[8 + i] & 15) | (q[12 + i] & 15) << 4);
-      line[2 * kLine + i] = static_cast<char>(q[i] >> 4 | q[4 + i] >> 4 << 2 | q[8 + i] >> 4 << 4 | q[12 + i] >> 4 << 6);
-    }
-  }
-}
-
-// Eight steps in 4 bits each: those with even numbers, then those with odd ones.
-QUIRE_INLINE uint32_t pack_octet(const int8_t* steps) {
-  uint64_t octet;
-  std::memcpy(&octet, steps, sizeof octet);
-  const auto pack_quad = [](uint64_t quad) {
-    quad &= 0x000f000f000f000f;
-    quad |= quad >> 12;
-    return static_cast<uint32_t>((quad & 0xff) | (quad >> 24 & 0xff00));
-  };
-  return pack_quad(octet) | pack_quad(octet >> 8) << 16;
-}
-
-// Puts the steps of a group of a column where linear.h says; `to`: where those of the group begin.
-void store_steps(const Column& column, const int8_t* steps, char* to) {
-  const int64_t group_size = column.weight->group_size;
-  if (column.weight->format == WeightFormat::kGroupedInt8) {
-    for (int64_t quad = 0; quad < group_size / 4; ++quad) {
-      std::memcpy(to + (quad * kPanelColumns + column.index) * 4, steps + quad * 4, 4);
-    }
-    return;
-  }
-  if (column.weight->format == WeightFormat::kInt6) return store_int6_steps(column, reinterpret_cast<const uint8_t*>(steps), to);
-  for (int64_t octet = 0; octet < group_size / 8; ++octet) {
-    const uint32_t packed = pack_octet(steps + octet * 8);
-    std::memcpy(to + (octet * kPanelColumns + column.index) * 4, &packed, sizeof packed);
-  }
-}
-
-// The codes of twice what E2M1 has, by that plus 128.
-struct Float4Codes {
-  int8_t codes[256] = {};
-
-  constexpr Float4Codes() {
-    for (int twice = -128; twice < 128; ++twice) {
-      const int magnitude = twice < 0 ? -twice : twice;
-      const int code = magnitude <= 4 ? magnitude : magnitude == 6 ? 5 : magnitude == 8 ? 6 : 7;
-      codes[twice + 128] = static_cast<int8_t>(code | (twice < 0 ? 8 : 0));
-    }
-  }
-};
-constexpr Float4Codes kFloat4Codes;
-
-void pack_float4_row(const Column& column, const WeightSource& source, int64_t row, int8_t* steps) {
-  const PackedWeight& weight = *column.weight;
-  for (int64_t group = 0; group < weight.num_groups(); ++group) {
-    const int64_t place = row * weight.num_groups() + group;
-    const uint8_t* numbers = static_cast<const uint8_t*>(source.rows) + place * weight.group_size;
-    const int offset = 128 - static_cast<int>(source.zeros[place]);
-    for (int64_t i = 0; i < weight.group_size; ++i) steps[i] = kFloat4Codes.codes[(numbers[i] + offset) & 255];
-    const float scale = source.scales[place] * 2.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &scale, sizeof bits);
-    column.panel[group * kPanelColumns + column.index] = static_cast<char>(bits >> 23);
-    store_steps(column, steps, column.panel + weight.exponent_bytes() + group * weight.group_bytes());
-  }
-}
-
-// First the scales of all groups, which have a unit in common; then the steps, nearest with scale and zero as they are stored.
-void pack_grouped_row(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
-  const PackedWeight& weight = *column.weight;
-  const int64_t group_size = weight.group_size, num_groups = weight.num_groups();
-  const GroupMemory memory(weight, buffer);
-  const bool has_steps = source.type == DType::kUInt8, is_int6 = weight.format == WeightFormat::kInt6;
+// The steps that are nearest to a row in floating point, with scales and zeros as they are stored.
+GroupedRow quantized_row(const PackedWeight& weight, const WeightSource& source, int64_t row, const GroupMemory& memory) {
+  const bool is_int6 = weight.format == WeightFormat::kInt6;
+  const int64_t group_size = weight.group_size, num_groups = weight.num_groups(), start = row * weight.in_features;
   for (int64_t group = 0; group < num_groups; ++group) {
-    if (has_steps) {
-      memory.scales[group] = source.scales[row * num_groups + group];
-      memory.zeros[group] = source.zeros[row * num_groups + group];
-      continue;
-    }
-    const int64_t place = row * weight.in_features + group * group_size;
+    const int64_t place = start + group * group_size;
     if (is_int6) {
       memory.scales[group] = largest_magnitude(source, place, group_size) / 31.0f;
       memory.zeros[group] = kInt6Zero;
@@ -291,22 +269,104 @@ void pack_grouped_row(const Column& column, const WeightSource& source, int64_t 
     memory.zeros[group] = range.zero;
   }
   const float unit = unit_of(memory.scales, num_groups);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    load_group(weight, source, start + group * group_size, memory.weights);
+    const float scale = to_float(from_float<fp16>(memory.scales[group] / unit)) * unit;
+    const float zero = to_float(from_float<fp16>(memory.zeros[group]));
+    take_steps({scale, zero, is_int6 ? 63.0f : 15.0f}, memory.weights, group_size, memory.steps + group * group_size);
+  }
+  return {memory.steps, memory.scales, memory.zeros};
+}
+
+GroupedRow grouped_row(const PackedWeight& weight, const WeightSource& source, int64_t row, const GroupMemory& memory) {
+  if (source.type != DType::kUInt8) return quantized_row(weight, source, row, memory);
+  const int64_t place = row * weight.num_groups();
+  return {static_cast<const uint8_t*>(source.rows) + row * weight.in_features, source.scales + place, source.zeros + place};
+}
+
+// Eight steps in 4 bits each: those with even numbers, then those with odd ones.
+void store_int4_words(const uint8_t* steps, int64_t count, char* to) {
+  for (int64_t octet = 0; octet < count / 8; ++octet) {
+    uint64_t of;
+    std::memcpy(&of, steps + octet * 8, sizeof of);
+    const auto quad = [](uint64_t bytes) {
+      bytes &= 0x000f000f000f000f;
+      bytes |= bytes >> 12;
+      return (bytes & 0xff) | (bytes >> 24 & 0xff00);
+    };
+    const uint32_t word = static_cast<uint32_t>(quad(of) | quad(of >> 8) << 16);
+    std::memcpy(to + octet * 4, &word, sizeof word);
+  }
+}
+
+void store_int6_words(const uint8_t* steps, int64_t count, char* to) {
+  for (int64_t unit = 0; unit < count / 16; ++unit) {
+    uint32_t quads[4];
+    std::memcpy(quads, steps + unit * 16, sizeof quads);
+    const auto low = [&](int quad) { return quads[quad] & 0x0f0f0f0f; };
+    const auto high = [&](int quad) { return quads[quad] >> 4 & 0x03030303; };
+    const uint32_t words[3] = {low(0) | low(1) << 4, low(2) | low(3) << 4, high(0) | high(1) << 2 | high(2) << 4 | high(3) << 6};
+    std::memcpy(to + unit * sizeof words, words, sizeof words);
+  }
+}
+
+// The codes of twice what E2M1 has, by that plus 128.
+struct Float4Codes {
+  uint8_t codes[256] = {};
+
+  constexpr Float4Codes() {
+    for (int twice = -128; twice < 128; ++twice) {
+      const int magnitude = twice < 0 ? -twice : twice;
+      const int code = magnitude <= 4 ? magnitude : magnitude == 6 ? 5 : magnitude == 8 ? 6 : 7;
+      codes[twice + 128] = static_cast<uint8_t>(code | (twice < 0 ? 8 : 0));
+    }
+  }
+};
+constexpr Float4Codes kFloat4Codes;
+
+// The exponents go into the panel.
+const char* float4_words(const Column& column, const GroupedRow& row, const GroupMemory& memory, char* buffer) {
+  const PackedWeight& weight = *column.weight;
+  for (int64_t group = 0; group < weight.num_groups(); ++group) {
+    const int offset = 128 - static_cast<int>(row.zeros[group]);
+    for (int64_t i = group * weight.group_size; i < (group + 1) * weight.group_size; ++i) {
+      memory.steps[i] = kFloat4Codes.codes[(row.steps[i] + offset) & 255];
+    }
+    const float scale = row.scales[group] * 2.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &scale, sizeof bits);
+    column.panel[group * kPanelColumns + column.index] = static_cast<char>(bits >> 23);
+  }
+  store_int4_words(memory.steps, weight.in_features, buffer);
+  return buffer;
+}
+
+// The scales of all groups have a unit in common; it goes into the panel as they do.
+void store_scales(const Column& column, const GroupedRow& row) {
+  const PackedWeight& weight = *column.weight;
+  const int64_t num_groups = weight.num_groups();
+  const float unit = unit_of(row.scales, num_groups);
   reinterpret_cast<float*>(column.panel + weight.panel_bytes())[column.index - kPanelColumns] = unit;
   for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t place = row * weight.in_features + group * group_size;
-    const fp16 scale = from_float<fp16>(memory.scales[group] / unit), zero = from_float<fp16>(memory.zeros[group]);
-    if (has_steps) {
-      std::memcpy(memory.steps, static_cast<const uint8_t*>(source.rows) + place, group_size);
-    } else {
-      load_group(weight, source, place, memory.weights);
-      take_steps({to_float(scale) * unit, to_float(zero), is_int6 ? 63.0f : 15.0f}, memory.weights, group_size, memory.steps);
-    }
-    char* to = column.panel + group * weight.group_bytes();
-    fp16* scales = reinterpret_cast<fp16*>(to);
-    scales[column.index] = scale;
-    if (!is_int6) scales[kPanelColumns + column.index] = zero;
-    store_steps(column, memory.steps, to + (is_int6 ? Int6Group::kHeader : kGroupHeader));
+    fp16* scales = reinterpret_cast<fp16*>(column.panel + group * weight.group_bytes());
+    scales[column.index] = from_float<fp16>(row.scales[group] / unit);
+    if (weight.format != WeightFormat::kInt6) scales[kPanelColumns + column.index] = from_float<fp16>(row.zeros[group]);
   }
+}
+
+// The lines of a row: in `buffer`, or where they are already. `room`: see GroupMemory.
+const char* grouped_lines(const Column& column, const WeightSource& source, int64_t row, char* buffer, char* room) {
+  const PackedWeight& weight = *column.weight;
+  const GroupMemory memory(weight, room);
+  const GroupedRow grouped = grouped_row(weight, source, row, memory);
+  if (weight.format == WeightFormat::kMxfp4) return float4_words(column, grouped, memory, buffer);
+  store_scales(column, grouped);
+  switch (weight.format) {
+    case WeightFormat::kInt4: store_int4_words(grouped.steps, weight.in_features, buffer); break;
+    case WeightFormat::kInt6: store_int6_words(grouped.steps, weight.in_features, buffer); break;
+    default: std::memcpy(buffer, grouped.steps, weight.in_features);
+  }
+  return buffer;
 }
 
 // Where the row of each column of a panel comes from; null for the columns that only fill up the last panel.
@@ -328,22 +388,33 @@ Origin origin_of(const PackCall& call, int64_t column) {
   return {nullptr, 0};
 }
 
-const char* steps_of(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
+const char* lines_of(const Column& column, const WeightSource& source, int64_t row, char* buffer, char* room) {
   switch (column.weight->format) {
     case WeightFormat::kFloat32: return float_row<float, DType::kFloat32, 1>(*column.weight, source, row, buffer);
     case WeightFormat::kBFloat16: return float_row<bf16, DType::kBFloat16, 2>(*column.weight, source, row, buffer);
-    default: return int8_row(column, source, row, buffer);
+    case WeightFormat::kInt8: return int8_row(column, source, row, buffer);
+    default: return grouped_lines(column, source, row, buffer, room);
   }
 }
 
-// Formats whose steps have 32 bits: sixteen columns at a time.
-void pack_steps(const PackCall& call, int64_t panel, char* to, char* buffer) {
+// How many times 32 bits a column has in a panel, beside scales and the like.
+int64_t lines_per_column(const PackedWeight& weight) {
+  switch (weight.format) {
+    case WeightFormat::kFloat32: return weight.in_features;
+    case WeightFormat::kBFloat16: return ceil_div(weight.in_features, 2);
+    case WeightFormat::kInt6: return weight.in_features / 16 * 3;
+    case WeightFormat::kInt4:
+    case WeightFormat::kMxfp4: return weight.in_features / 8;
+    default: return ceil_div(weight.in_features, 4);
+  }
+}
+
+// Sixteen columns at a time.
+void pack_lines(const PackCall& call, int64_t panel, char* to, char* buffer) {
   const PackedWeight& weight = *call.weight;
-  const int inputs = weight.format == WeightFormat::kFloat32 ? 1 : weight.format == WeightFormat::kBFloat16 ? 2 : 4;
-  const int64_t num_steps = ceil_div(weight.in_features, inputs);
-  const int64_t row_bytes = (num_steps + kLanes) * 4;
-  char* zeros = buffer + kLanes * row_bytes;
-  std::memset(zeros, 0, row_bytes);
+  const int64_t num_lines = lines_per_column(weight);
+  const int64_t row_bytes = (weight.in_features + 2 * kLanes) * 4;
+  char* room = buffer + kLanes * row_bytes;
   for (int half = 0; half < 2; ++half) {
     const char* columns[kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -351,47 +422,44 @@ void pack_steps(const PackCall& call, int64_t panel, char* to, char* buffer) {
       const int64_t place = panel * kPanelColumns + index;
       const Origin origin = origin_of(call, place);
       const Column column = {&weight, to, index, call.norms == nullptr ? nullptr : call.norms + place};
-      columns[i] = origin.source == nullptr ? zeros : steps_of(column, *origin.source, origin.row, buffer + i * row_bytes);
+      char* row = buffer + i * row_bytes;
+      if (origin.source == nullptr) {
+        std::memset(row, 0, row_bytes);
+        columns[i] = row;
+      } else {
+        columns[i] = lines_of(column, *origin.source, origin.row, row, room);
+      }
     }
-    interleave(columns, num_steps, to + half * kLanes * 4);
+    interleave(columns, num_lines, {weight, to, half});
   }
 }
 
-// The others: one column after the other.
-void pack_columns(const PackCall& call, int64_t panel, char* to, char* buffer) {
+// float16, whose steps have half as many: one column after the other.
+void pack_float16(const PackCall& call, int64_t panel, char* to, char* buffer) {
   for (int index = 0; index < kPanelColumns; ++index) {
     const Origin origin = origin_of(call, panel * kPanelColumns + index);
-    if (origin.source == nullptr) continue;
-    const Column column = {call.weight, to, index};
-    if (call.weight->format == WeightFormat::kMxfp4) {
-      pack_float4_row(column, *origin.source, origin.row, reinterpret_cast<int8_t*>(buffer));
-    } else if (call.weight->in_groups()) {
-      pack_grouped_row(column, *origin.source, origin.row, buffer);
-    } else {
-      pack_float16_row(column, *origin.source, origin.row, buffer);
-    }
+    if (origin.source != nullptr) pack_float16_row({call.weight, to, index}, *origin.source, origin.row, buffer);
   }
 }
 
 }  // namespace
 
 int64_t pack_scratch(const PackCall& call, int num_threads) {
-  return num_threads * round_up((kLanes + 1) * (call.weight->in_features + 2 * kLanes) * 4, kLine);
+  return num_threads * round_up((kLanes + 2) * (call.weight->in_features + 2 * kLanes) * 4, kLine);
 }
 
 void pack(const PackCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const int64_t thread_bytes = pack_scratch(call, 1);
-  const bool has_steps = !weight.in_groups() && weight.format != WeightFormat::kFloat16;
   parallel_for(pool, weight.num_panels(), [&](int64_t panel, int thread) {
     char* to = call.panels + panel * weight.panel_bytes();
     char* buffer = call.scratch + thread * thread_bytes;
     const bool has_gaps = weight.format == WeightFormat::kMxfp4;
     if (has_gaps || origin_of(call, (panel + 1) * kPanelColumns - 1).source == nullptr) std::memset(to, 0, weight.panel_bytes());
-    if (has_steps) {
-      pack_steps(call, panel, to, buffer);
+    if (weight.format == WeightFormat::kFloat16) {
+      pack_float16(call, panel, to, buffer);
     } else {
-      pack_columns(call, panel, to, buffer);
+      pack_lines(call, panel, to, buffer);
     }
   });
 }
