@@ -16,7 +16,7 @@ namespace quire {
 struct Kernels {
   const char* instruction_set;
   int64_t (*pack_scratch)(const PackCall&, int num_threads);
-  void (*pack)(const PackCall&, ThreadPool&);
+  bool (*pack)(const PackCall&, ThreadPool&);
   void (*linear)(const LinearCall&, ThreadPool&);
   bool (*shortlist)(const ShortlistCall&, ThreadPool&);                 // whether few panels were multiplied
   int64_t (*attention_scratch)(const AttentionCall&, int num_threads);  // bytes that a call needs

@@ -12,8 +12,8 @@ using namespace nb::literals;
 namespace quire {
 namespace {
 
-// Address, type, number of rows, and the addresses of scales and zeros or 0: see WeightSource.
-using Source = std::tuple<uintptr_t, int, int64_t, uintptr_t, uintptr_t>;
+// Address, type, number of rows, the addresses of scales and zeros or 0, and the kind of blocks: see WeightSource.
+using Source = std::tuple<uintptr_t, int, int64_t, uintptr_t, uintptr_t, int>;
 
 PackedWeight make_weight(int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels,
                          bool has_int8_rows) {
@@ -21,18 +21,18 @@ PackedWeight make_weight(int format, int64_t out_features, int64_t in_features, 
           at_address<const char>(panels),    has_int8_rows};
 }
 
-void pack(const PackedWeight& weight, const std::vector<Source>& sources, int64_t gated_features, uintptr_t norms) {
+bool pack(const PackedWeight& weight, const std::vector<Source>& sources, int64_t gated_features, uintptr_t norms) {
   std::vector<WeightSource> parts;
-  for (const auto& [rows, type, num_rows, scales, zeros] : sources) {
+  for (const auto& [rows, type, num_rows, scales, zeros, block] : sources) {
     parts.push_back({at_address<const void>(rows), static_cast<DType>(type), num_rows, at_address<const float>(scales),
-                     at_address<const float>(zeros)});
+                     at_address<const float>(zeros), static_cast<GgmlBlock>(block)});
   }
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
   PackCall call{&weight,        const_cast<char*>(weight.panels), parts.data(), static_cast<int64_t>(parts.size()), nullptr,
                 gated_features, at_address<float>(norms)};
   call.scratch = context.scratch(context.kernels().pack_scratch(call, context.pool().num_threads()));
-  context.kernels().pack(call, context.pool());
+  return context.kernels().pack(call, context.pool());
 }
 
 void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t bias,
@@ -154,6 +154,20 @@ void bind_linear(nb::module_& module) {
       .value("int8", DType::kInt8)
       .value("int4", DType::kInt4)
       .value("uint8", DType::kUInt8);
+  nb::enum_<GgmlBlock>(module, "GgmlBlock")
+      .value("Q4_0", GgmlBlock::kQ4_0)
+      .value("Q4_1", GgmlBlock::kQ4_1)
+      .value("Q5_0", GgmlBlock::kQ5_0)
+      .value("Q5_1", GgmlBlock::kQ5_1)
+      .value("Q8_0", GgmlBlock::kQ8_0)
+      .value("Q2_K", GgmlBlock::kQ2_K)
+      .value("Q3_K", GgmlBlock::kQ3_K)
+      .value("Q4_K", GgmlBlock::kQ4_K)
+      .value("Q5_K", GgmlBlock::kQ5_K)
+      .value("Q6_K", GgmlBlock::kQ6_K)
+      .value("IQ4_NL", GgmlBlock::kIQ4_NL)
+      .value("IQ4_XS", GgmlBlock::kIQ4_XS)
+      .value("MXFP4", GgmlBlock::kMXFP4);
   nb::enum_<WeightFormat>(module, "WeightFormat")
       .value("float32", WeightFormat::kFloat32)
       .value("bfloat16", WeightFormat::kBFloat16)

@@ -1,6 +1,7 @@
 // See packing.h. Compiled once for each instruction set.
 #include "packing.h"
 
+#include "ggml_blocks.h"
 #include "group_panels.h"
 #include "simd.h"
 #include "transpose.h"
@@ -8,7 +9,8 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr float kRangeShares[] = {1.0f, 0.9f, 0.8f};  // of a group's range that 16 steps may span
+constexpr int kNumShares = 3;
+constexpr float kRangeShares[kNumShares] = {1.0f, 0.9f, 0.8f};  // of a group's range that 16 steps may span
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even, in the low bits
 
 QUIRE_INLINE f32x16 load_weights(const WeightSource& source, int64_t place, int64_t count) {
@@ -73,10 +75,26 @@ class Lines {
   int64_t num_in_run_ = 0, num_in_group_ = 0;
 };
 
-// Puts 32 bits of each of sixteen columns side by side, for every line.
-void interleave(const char* const (&columns)[kLanes], int64_t num_lines, Lines to) {
-  for (int64_t first = 0; first < num_lines; first += kLanes) {
-    const int64_t count = min(num_lines - first, kLanes);
+// Of eight steps, four in each argument: those with even numbers in the low half, then those with odd ones.
+QUIRE_INLINE u32x16 int4_line(u32x16 first, u32x16 second) {
+  const auto pairs = [](u32x16 fours) { return fours | fours >> 12; };  // even ones in the lowest byte, odd ones in the next
+  const u32x16 low = pairs(first), high = pairs(second);
+  return (low & 0xff) | (high & 0xff) << 8 | (low & 0xff00) << 8 | (high & 0xff00) << 16;
+}
+
+// Stores the steps of sixteen inputs, four in each argument; see unpack_int6.
+QUIRE_INLINE void store_int6_lines(const u32x16* fours, Lines& to) {
+  const auto low = [&](int i) { return fours[i] & 0x0f0f0f0f; };
+  const auto high = [&](int i) { return fours[i] >> 4 & 0x03030303; };
+  store_bits(to.next(), low(0) | low(1) << 4);
+  store_bits(to.next(), low(2) | low(3) << 4);
+  store_bits(to.next(), high(0) | high(1) << 2 | high(2) << 4 | high(3) << 6);
+}
+
+// Puts numbers of sixteen columns side by side, 32 bits of each, and steps in fewer bits closer together.
+void interleave(const char* const (&columns)[kLanes], int64_t num_words, WeightFormat format, Lines to) {
+  for (int64_t first = 0; first < num_words; first += kLanes) {
+    const int64_t count = min(num_words - first, kLanes);
     u32x16 lines[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       if (count == kLanes) {
@@ -88,7 +106,13 @@ void interleave(const char* const (&columns)[kLanes], int64_t num_lines, Lines t
       }
     }
     transpose(lines);
-    for (int64_t i = 0; i < count; ++i) store_bits(to.next(), lines[i]);
+    if (format == WeightFormat::kInt6) {
+      for (int64_t i = 0; i < count; i += 4) store_int6_lines(lines + i, to);
+    } else if (format == WeightFormat::kInt4 || format == WeightFormat::kMxfp4) {
+      for (int64_t i = 0; i < count; i += 2) store_bits(to.next(), int4_line(lines[i], lines[i + 1]));
+    } else {
+      for (int64_t i = 0; i < count; ++i) store_bits(to.next(), lines[i]);
+    }
   }
 }
 
@@ -184,64 +208,60 @@ GroupRange best_range(const float* weights, int64_t count) {
   }
   const float low = -max_of_lanes(-lowest), high = max_of_lanes(highest);
   GroupRange best = {(high - low) / 15.0f + sum_of_lanes(unsound), 0.0f};
-  float least = __builtin_inff();
-  for (const float share : kRangeShares) {
-    const float scale = (high - low) * share / 15.0f;
-    if (!(scale > 0.0f)) continue;
-    const GroupRange range = {scale, -low * share / scale};
-    f32x16 sum = {};
-    for (int64_t input = 0; input < count; input += kLanes) {
-      const f32x16 error = range.errors_of(load(weights + input));
-      sum += error * error;
+  GroupRange ranges[kNumShares];
+  f32x16 sums[kNumShares] = {};
+  for (int i = 0; i < kNumShares; ++i) {
+    const float scale = (high - low) * kRangeShares[i] / 15.0f;
+    ranges[i] = {scale, -low * kRangeShares[i] / scale};
+  }
+  for (int64_t input = 0; input < count; input += kLanes) {
+    const f32x16 values = load(weights + input);
+    for (int i = 0; i < kNumShares; ++i) {
+      const f32x16 error = ranges[i].errors_of(values);
+      sums[i] += error * error;
     }
-    const float error = sum_of_lanes(sum);
-    if (error < least) {
+  }
+  float least = __builtin_inff();
+  for (int i = 0; i < kNumShares; ++i) {
+    const float error = sum_of_lanes(sums[i]);
+    if (ranges[i].scale > 0.0f && error < least) {
       least = error;
-      best = range;
+      best = ranges[i];
     }
   }
   return best;
 }
 
-// The power of two that scales are stored as multiples of: the largest finite one becomes 2^14 to 2^15.
-float unit_of(const float* scales, int64_t count) {
-  float largest = 0.0f;
-  for (int64_t i = 0; i < count; ++i) {
-    const float magnitude = __builtin_fabsf(scales[i]);
-    if (magnitude > largest && magnitude < __builtin_inff()) largest = magnitude;
-  }
-  if (largest == 0.0f) return 1.0f;
-  const int exponent = __builtin_ilogbf(largest) - 14;
-  return __builtin_ldexpf(1.0f, exponent < -126 ? -126 : exponent);
-}
-
-// A row in groups: a step in each byte, and what the steps of each group stand for.
-struct GroupedRow {
-  const uint8_t* steps;  // [in_features]
-  const float* scales;   // [num_groups]
-  const float* zeros;    // [num_groups]
-};
-
-// Memory for a row in groups.
-struct GroupMemory {
-  float* weights;  // [group_size]
-  float* scales;   // [num_groups]
-  float* zeros;    // [num_groups]
-  uint8_t* steps;  // [in_features]
+// Memory for a row in groups, and for its numbers: zeros follow what groups have, up to a whole vector.
+struct GroupMemory : UnpackedRow {
+  float* weights;  // [in_features]
 
   GroupMemory(const PackedWeight& weight, char* buffer) {
-    weights = reinterpret_cast<float*>(buffer);
-    scales = weights + weight.group_size;
-    zeros = scales + weight.num_groups();
-    steps = reinterpret_cast<uint8_t*>(zeros + weight.num_groups());
+    const int64_t padded = round_up(weight.num_groups(), kLanes);
+    scales = reinterpret_cast<float*>(buffer);
+    zeros = scales + padded;
+    weights = zeros + padded;
+    steps = reinterpret_cast<uint8_t*>(weights + weight.in_features);
+    store(zeros - kLanes, f32x16{});
+    store(weights - kLanes, f32x16{});
   }
 };
 
-// The numbers of a group as floats; rows of a floating-point type.
-void load_group(const PackedWeight& weight, const WeightSource& source, int64_t place, float* weights) {
-  for (int64_t input = 0; input < weight.group_size; input += kLanes) {
-    store(weights + input, load_weights(source, place + input, weight.group_size - input));
+// The power of two that scales are stored as multiples of: the largest finite one becomes 2^14 to 2^15.
+float unit_of(const float* scales, int64_t count) {
+  f32x16 largest = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const f32x16 values = load(scales + i), magnitudes = maximum(values, -values);
+    largest = maximum(largest, select(magnitudes < splat(__builtin_inff()), magnitudes, f32x16{}));
   }
+  const float finite = max_of_lanes(largest);
+  if (finite == 0.0f) return 1.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &finite, sizeof bits);
+  bits = static_cast<uint32_t>(max((bits >> 23) - int64_t{14}, 1)) << 23;
+  float unit;
+  std::memcpy(&unit, &bits, sizeof unit);
+  return unit;
 }
 
 void take_steps(GroupRange range, const float* weights, int64_t count, uint8_t* steps) {
@@ -253,61 +273,48 @@ void take_steps(GroupRange range, const float* weights, int64_t count, uint8_t* 
 }
 
 // The steps that are nearest to a row in floating point, with scales and zeros as they are stored.
-GroupedRow quantized_row(const PackedWeight& weight, const WeightSource& source, int64_t row, const GroupMemory& memory) {
+void quantize_row(const PackedWeight& weight, const WeightSource& source, int64_t row, const GroupMemory& to) {
   const bool is_int6 = weight.format == WeightFormat::kInt6;
   const int64_t group_size = weight.group_size, num_groups = weight.num_groups(), start = row * weight.in_features;
+  for (int64_t input = 0; input < weight.in_features; input += kLanes) {
+    store(to.weights + input, load_weights(source, start + input, weight.in_features - input));
+  }
   for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t place = start + group * group_size;
     if (is_int6) {
-      memory.scales[group] = largest_magnitude(source, place, group_size) / 31.0f;
-      memory.zeros[group] = kInt6Zero;
+      to.scales[group] = largest_magnitude(source, start + group * group_size, group_size) / 31.0f;
+      to.zeros[group] = kInt6Zero;
       continue;
     }
-    load_group(weight, source, place, memory.weights);
-    const GroupRange range = best_range(memory.weights, group_size);
-    memory.scales[group] = range.scale;
-    memory.zeros[group] = range.zero;
+    const GroupRange range = best_range(to.weights + group * group_size, group_size);
+    to.scales[group] = range.scale;
+    to.zeros[group] = range.zero;
   }
-  const float unit = unit_of(memory.scales, num_groups);
+  const float unit = unit_of(to.scales, num_groups);
   for (int64_t group = 0; group < num_groups; ++group) {
-    load_group(weight, source, start + group * group_size, memory.weights);
-    const float scale = to_float(from_float<fp16>(memory.scales[group] / unit)) * unit;
-    const float zero = to_float(from_float<fp16>(memory.zeros[group]));
-    take_steps({scale, zero, is_int6 ? 63.0f : 15.0f}, memory.weights, group_size, memory.steps + group * group_size);
-  }
-  return {memory.steps, memory.scales, memory.zeros};
-}
-
-GroupedRow grouped_row(const PackedWeight& weight, const WeightSource& source, int64_t row, const GroupMemory& memory) {
-  if (source.type != DType::kUInt8) return quantized_row(weight, source, row, memory);
-  const int64_t place = row * weight.num_groups();
-  return {static_cast<const uint8_t*>(source.rows) + row * weight.in_features, source.scales + place, source.zeros + place};
-}
-
-// Eight steps in 4 bits each: those with even numbers, then those with odd ones.
-void store_int4_words(const uint8_t* steps, int64_t count, char* to) {
-  for (int64_t octet = 0; octet < count / 8; ++octet) {
-    uint64_t of;
-    std::memcpy(&of, steps + octet * 8, sizeof of);
-    const auto quad = [](uint64_t bytes) {
-      bytes &= 0x000f000f000f000f;
-      bytes |= bytes >> 12;
-      return (bytes & 0xff) | (bytes >> 24 & 0xff00);
-    };
-    const uint32_t word = static_cast<uint32_t>(quad(of) | quad(of >> 8) << 16);
-    std::memcpy(to + octet * 4, &word, sizeof word);
+    const float scale = to_float(from_float<fp16>(to.scales[group] / unit)) * unit;
+    const float zero = to_float(from_float<fp16>(to.zeros[group]));
+    take_steps({scale, zero, is_int6 ? 63.0f : 15.0f}, to.weights + group * group_size, group_size,
+               to.steps + group * group_size);
   }
 }
 
-void store_int6_words(const uint8_t* steps, int64_t count, char* to) {
-  for (int64_t unit = 0; unit < count / 16; ++unit) {
-    uint32_t quads[4];
-    std::memcpy(quads, steps + unit * 16, sizeof quads);
-    const auto low = [&](int quad) { return quads[quad] & 0x0f0f0f0f; };
-    const auto high = [&](int quad) { return quads[quad] >> 4 & 0x03030303; };
-    const uint32_t words[3] = {low(0) | low(1) << 4, low(2) | low(3) << 4, high(0) | high(1) << 2 | high(2) << 4 | high(3) << 6};
-    std::memcpy(to + unit * sizeof words, words, sizeof words);
+// The steps of a row, in `memory` or where they are already; scales and zeros always come into `memory`.
+const uint8_t* grouped_row(const PackedWeight& weight, const WeightSource& source, int64_t row, const GroupMemory& memory) {
+  const int64_t num_groups = weight.num_groups();
+  if (source.type != DType::kUInt8) {
+    quantize_row(weight, source, row, memory);
+    return memory.steps;
   }
+  const auto* octets = static_cast<const uint8_t*>(source.rows);
+  if (source.block != GgmlBlock::kNone) {
+    const BlockSize size = size_of(source.block);
+    const int64_t num_blocks = weight.in_features / size.numbers;
+    unpack_blocks(source.block, octets + row * num_blocks * size.bytes, num_blocks, weight.group_size, memory);
+    return memory.steps;
+  }
+  std::memcpy(memory.scales, source.scales + row * num_groups, num_groups * sizeof(float));
+  std::memcpy(memory.zeros, source.zeros + row * num_groups, num_groups * sizeof(float));
+  return octets + row * weight.in_features;
 }
 
 // The codes of twice what E2M1 has, by that plus 128.
@@ -324,49 +331,74 @@ struct Float4Codes {
 };
 constexpr Float4Codes kFloat4Codes;
 
-// The exponents go into the panel.
-const char* float4_words(const Column& column, const GroupedRow& row, const GroupMemory& memory, char* buffer) {
+// The codes of a row, in `codes`; its exponents go into the panel. False if one of these is too large.
+bool float4_row(const Column& column, const WeightSource& source, int64_t row, uint8_t* codes) {
   const PackedWeight& weight = *column.weight;
+  const auto* octets = static_cast<const uint8_t*>(source.rows);
+  bool is_finite = true;
   for (int64_t group = 0; group < weight.num_groups(); ++group) {
-    const int offset = 128 - static_cast<int>(row.zeros[group]);
-    for (int64_t i = group * weight.group_size; i < (group + 1) * weight.group_size; ++i) {
-      memory.steps[i] = kFloat4Codes.codes[(row.steps[i] + offset) & 255];
+    const int64_t place = row * weight.num_groups() + group;
+    uint8_t* of_group = codes + group * weight.group_size;
+    uint8_t exponent;
+    if (source.block == GgmlBlock::kMXFP4) {
+      const uint8_t* block = octets + place * size_of(source.block).bytes;
+      take_nibbles(block + 1, 16, of_group);
+      for (int i = 0; i < 32; ++i) of_group[i] = of_group[i] == 8 ? 0 : of_group[i];  // not less than 0
+      exponent = block[0];
+      is_finite &= exponent <= kMaxExponent;
+    } else {
+      const int offset = 128 - static_cast<int>(source.zeros[place]);
+      for (int64_t i = 0; i < weight.group_size; ++i) {
+        of_group[i] = kFloat4Codes.codes[(octets[place * weight.group_size + i] + offset) & 255];
+      }
+      const float scale = source.scales[place] * 2.0f;
+      uint32_t bits;
+      std::memcpy(&bits, &scale, sizeof bits);
+      exponent = static_cast<uint8_t>(bits >> 23);
     }
-    const float scale = row.scales[group] * 2.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &scale, sizeof bits);
-    column.panel[group * kPanelColumns + column.index] = static_cast<char>(bits >> 23);
+    column.panel[group * kPanelColumns + column.index] = static_cast<char>(exponent);
   }
-  store_int4_words(memory.steps, weight.in_features, buffer);
-  return buffer;
+  return is_finite;
 }
 
 // The scales of all groups have a unit in common; it goes into the panel as they do.
-void store_scales(const Column& column, const GroupedRow& row) {
+void store_scales(const Column& column, const GroupMemory& row) {
   const PackedWeight& weight = *column.weight;
   const int64_t num_groups = weight.num_groups();
-  const float unit = unit_of(row.scales, num_groups);
+  const float unit = unit_of(row.scales, num_groups), inverse = 1.0f / unit;
   reinterpret_cast<float*>(column.panel + weight.panel_bytes())[column.index - kPanelColumns] = unit;
-  for (int64_t group = 0; group < num_groups; ++group) {
-    fp16* scales = reinterpret_cast<fp16*>(column.panel + group * weight.group_bytes());
-    scales[column.index] = from_float<fp16>(row.scales[group] / unit);
-    if (weight.format != WeightFormat::kInt6) scales[kPanelColumns + column.index] = from_float<fp16>(row.zeros[group]);
+  char* to = column.panel + column.index * sizeof(fp16);
+  for (int64_t first = 0; first < num_groups; first += kLanes) {
+    fp16 scales[kLanes], zeros[kLanes];
+    store(scales, load(row.scales + first) * inverse);
+    store(zeros, load(row.zeros + first));
+    const int64_t count = min(num_groups - first, kLanes);
+    for (int64_t i = 0; i < count; ++i, to += weight.group_bytes()) {
+      std::memcpy(to, &scales[i], sizeof(fp16));
+      if (weight.format != WeightFormat::kInt6) std::memcpy(to + kPanelColumns * sizeof(fp16), &zeros[i], sizeof(fp16));
+    }
   }
 }
 
-// The lines of a row: in `buffer`, or where they are already. `room`: see GroupMemory.
-const char* grouped_lines(const Column& column, const WeightSource& source, int64_t row, char* buffer, char* room) {
+bool is_finite(const GroupMemory& row, int64_t num_groups) {
+  f32x16 unsound = {};
+  for (int64_t group = 0; group < num_groups; group += kLanes) {
+    unsound += (load(row.scales + group) + load(row.zeros + group)) * 0.0f;
+  }
+  return sum_of_lanes(unsound) == 0.0f;
+}
+
+// The steps of a row in groups; null if scales of its blocks are not finite. `room`: see GroupMemory.
+const char* grouped_steps(const Column& column, const WeightSource& source, int64_t row, char* room) {
   const PackedWeight& weight = *column.weight;
   const GroupMemory memory(weight, room);
-  const GroupedRow grouped = grouped_row(weight, source, row, memory);
-  if (weight.format == WeightFormat::kMxfp4) return float4_words(column, grouped, memory, buffer);
-  store_scales(column, grouped);
-  switch (weight.format) {
-    case WeightFormat::kInt4: store_int4_words(grouped.steps, weight.in_features, buffer); break;
-    case WeightFormat::kInt6: store_int6_words(grouped.steps, weight.in_features, buffer); break;
-    default: std::memcpy(buffer, grouped.steps, weight.in_features);
+  if (weight.format == WeightFormat::kMxfp4) {
+    return float4_row(column, source, row, memory.steps) ? reinterpret_cast<const char*>(memory.steps) : nullptr;
   }
-  return buffer;
+  const uint8_t* steps = grouped_row(weight, source, row, memory);
+  if (source.block != GgmlBlock::kNone && !is_finite(memory, weight.num_groups())) return nullptr;
+  store_scales(column, memory);
+  return reinterpret_cast<const char*>(steps);
 }
 
 // Where the row of each column of a panel comes from; null for the columns that only fill up the last panel.
@@ -388,33 +420,26 @@ Origin origin_of(const PackCall& call, int64_t column) {
   return {nullptr, 0};
 }
 
-const char* lines_of(const Column& column, const WeightSource& source, int64_t row, char* buffer, char* room) {
+// The numbers or the steps of a row: in `buffer`, or where they were; null: scales of its blocks are not finite.
+const char* numbers_of(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
   switch (column.weight->format) {
     case WeightFormat::kFloat32: return float_row<float, DType::kFloat32, 1>(*column.weight, source, row, buffer);
     case WeightFormat::kBFloat16: return float_row<bf16, DType::kBFloat16, 2>(*column.weight, source, row, buffer);
     case WeightFormat::kInt8: return int8_row(column, source, row, buffer);
-    default: return grouped_lines(column, source, row, buffer, room);
+    default: return grouped_steps(column, source, row, buffer);
   }
 }
 
-// How many times 32 bits a column has in a panel, beside scales and the like.
-int64_t lines_per_column(const PackedWeight& weight) {
-  switch (weight.format) {
-    case WeightFormat::kFloat32: return weight.in_features;
-    case WeightFormat::kBFloat16: return ceil_div(weight.in_features, 2);
-    case WeightFormat::kInt6: return weight.in_features / 16 * 3;
-    case WeightFormat::kInt4:
-    case WeightFormat::kMxfp4: return weight.in_features / 8;
-    default: return ceil_div(weight.in_features, 4);
-  }
+// Bytes that a row takes, with what its groups need.
+int64_t row_bytes(const PackedWeight& weight) {
+  const int64_t of_groups = 2 * round_up(weight.num_groups(), kLanes) * 4 + (weight.in_groups() ? weight.in_features : 0);
+  return of_groups + (weight.in_features + 2 * kLanes) * 4;
 }
 
-// Sixteen columns at a time.
-void pack_lines(const PackCall& call, int64_t panel, char* to, char* buffer) {
+// Sixteen columns at a time; false if scales of blocks are not finite.
+bool pack_lines(const PackCall& call, int64_t panel, char* to, char* buffer) {
   const PackedWeight& weight = *call.weight;
-  const int64_t num_lines = lines_per_column(weight);
-  const int64_t row_bytes = (weight.in_features + 2 * kLanes) * 4;
-  char* room = buffer + kLanes * row_bytes;
+  const int numbers_per_word = weight.format == WeightFormat::kFloat32 ? 1 : weight.format == WeightFormat::kBFloat16 ? 2 : 4;
   for (int half = 0; half < 2; ++half) {
     const char* columns[kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -422,16 +447,18 @@ void pack_lines(const PackCall& call, int64_t panel, char* to, char* buffer) {
       const int64_t place = panel * kPanelColumns + index;
       const Origin origin = origin_of(call, place);
       const Column column = {&weight, to, index, call.norms == nullptr ? nullptr : call.norms + place};
-      char* row = buffer + i * row_bytes;
+      char* row = buffer + i * row_bytes(weight);
       if (origin.source == nullptr) {
-        std::memset(row, 0, row_bytes);
+        std::memset(row, 0, row_bytes(weight));
         columns[i] = row;
       } else {
-        columns[i] = lines_of(column, *origin.source, origin.row, row, room);
+        columns[i] = numbers_of(column, *origin.source, origin.row, row);
+        if (columns[i] == nullptr) return false;
       }
     }
-    interleave(columns, num_lines, {weight, to, half});
+    interleave(columns, ceil_div(weight.in_features, numbers_per_word), weight.format, {weight, to, half});
   }
+  return true;
 }
 
 // float16, whose steps have half as many: one column after the other.
@@ -445,11 +472,12 @@ void pack_float16(const PackCall& call, int64_t panel, char* to, char* buffer) {
 }  // namespace
 
 int64_t pack_scratch(const PackCall& call, int num_threads) {
-  return num_threads * round_up((kLanes + 2) * (call.weight->in_features + 2 * kLanes) * 4, kLine);
+  return num_threads * round_up(kLanes * row_bytes(*call.weight), kLine);
 }
 
-void pack(const PackCall& call, ThreadPool& pool) {
+bool pack(const PackCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
+  bool is_finite = true;
   const int64_t thread_bytes = pack_scratch(call, 1);
   parallel_for(pool, weight.num_panels(), [&](int64_t panel, int thread) {
     char* to = call.panels + panel * weight.panel_bytes();
@@ -458,10 +486,11 @@ void pack(const PackCall& call, ThreadPool& pool) {
     if (has_gaps || origin_of(call, (panel + 1) * kPanelColumns - 1).source == nullptr) std::memset(to, 0, weight.panel_bytes());
     if (weight.format == WeightFormat::kFloat16) {
       pack_float16(call, panel, to, buffer);
-    } else {
-      pack_lines(call, panel, to, buffer);
+    } else if (!pack_lines(call, panel, to, buffer)) {
+      __atomic_store_n(&is_finite, false, __ATOMIC_RELAXED);
     }
   });
+  return is_finite;
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -7,7 +7,7 @@
 namespace quire::QUIRE_BASE_ISA {
 
 int64_t pack_scratch(const PackCall& call, int num_threads);
-void pack(const PackCall& call, ThreadPool& pool);
+bool pack(const PackCall& call, ThreadPool& pool);
 int64_t mass_scratch(const AttentionCall& call, const KeySelection& selection, int num_threads);
 void masses(const AttentionCall& call, const KeySelection& selection, double* to, ThreadPool& pool);
 void norm(const NormCall& call, ThreadPool& pool);

@@ -6,7 +6,7 @@ T tokens or rows are computed at once. A row's result does not depend on the oth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
@@ -54,6 +54,8 @@ class KernelSet(ABC):
     """Whether heads of values may have other sizes than those of queries and keys."""
     takes_chunks: ClassVar[bool] = True
     """Whether attention may be that of `AttentionBatch.in_chunks`."""
+    block_kinds: ClassVar[Set[str]] = frozenset()
+    """Kinds of blocks whose `BlockWeight` layers take; of all other kinds they take what it decodes to."""
     step_sizes: ClassVar[SizeClasses] = DECODE_SIZES
     """Of captured decode steps."""
     device: torch.device = HOST

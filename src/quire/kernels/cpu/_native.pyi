@@ -38,6 +38,33 @@ class DType(enum.Enum):
 
     uint8 = 4
 
+class GgmlBlock(enum.Enum):
+    Q4_0 = 2
+
+    Q4_1 = 3
+
+    Q5_0 = 6
+
+    Q5_1 = 7
+
+    Q8_0 = 8
+
+    Q2_K = 10
+
+    Q3_K = 11
+
+    Q4_K = 12
+
+    Q5_K = 13
+
+    Q6_K = 14
+
+    IQ4_NL = 20
+
+    IQ4_XS = 23
+
+    MXFP4 = 39
+
 class WeightFormat(enum.Enum):
     float32 = 0
 
@@ -66,8 +93,8 @@ class PackedWeight:
         has_int8_rows: bool = False,
     ) -> None: ...
     def pack(
-        self, sources: Sequence[tuple[int, int, int, int, int]], gated_features: int = 0, norms: int = 0
-    ) -> None: ...
+        self, sources: Sequence[tuple[int, int, int, int, int, int]], gated_features: int = 0, norms: int = 0
+    ) -> bool: ...
     def linear(
         self,
         rows: int,

@@ -19,7 +19,7 @@ from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.experts import PackedExperts
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
-from quire.kernels.cpu.linear import linear_of, output_linear_of
+from quire.kernels.cpu.linear import BLOCK_KINDS, linear_of, output_linear_of
 from quire.kernels.cpu.programs import NativePrograms, refuse_recording
 from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule, selective_scan
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_numbers, rotary_step
@@ -75,6 +75,7 @@ class NativeKernels(KernelSet):
     """
 
     name = "native"
+    block_kinds = BLOCK_KINDS
     step_sizes = EXACT_SIZES
     sampling: ClassVar[TokenChoice] = HostChoice(NativeScans())
 

@@ -6,9 +6,10 @@ Where torch's oneDNN reaches the same rate, it does so from some tens of rows on
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from typing_extensions import override
@@ -30,6 +31,7 @@ from quire.kernels.cpu.tensors import (
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.linear import Linear, check_order, quantization_of
 from quire.kernels.layers.weights import (
+    BlockWeight,
     Float8Weight,
     GroupedWeight,
     Int8Weight,
@@ -45,6 +47,7 @@ MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = ("none", "int8", "int4", "grouped_int8")  # of floats
 _IN_GROUPS = ("int4", "int6", "grouped_int8", "mxfp4")
+BLOCK_KINDS = frozenset(_native.GgmlBlock.__members__)
 _GROUP_MULTIPLE = 16  # of inputs that share a scale, see native/src/linear.h
 
 
@@ -99,7 +102,9 @@ class PackedMatrix:
         has_int8_rows = kind in _IN_GROUPS and int4_activations == "int8"
         self.native = _native.PackedWeight(*self.layout, self._panels.data_ptr(), has_int8_rows)
         if not memory.is_filled:
-            self.native.pack([_source(part) for part in sources], gated_features, address(norms))
+            is_finite = self.native.pack([_source(part) for part in sources], gated_features, address(norms))
+            if not is_finite:
+                _raise_of_blocks(parts)
 
 
 class PackedLinear(Linear):
@@ -208,7 +213,7 @@ class ShortlistedLinear(PackedLinear):
 
 def linear_of(parts: Sequence[Weight], bias: torch.Tensor | None, **options: Any) -> Linear:
     """Return the layer of `KernelSet.linear`; parts in groups of different numbers of bits are held apart."""
-    in_groups = [part for part in parts if isinstance(part, GroupedWeight)]
+    in_groups = [part for part in parts if isinstance(part, GroupedWeight | BlockWeight)]
     if len({part.bits for part in in_groups}) > 1 and len(in_groups) == len(parts):
         runs = [list(run) for _, run in itertools.groupby(in_groups, key=lambda part: part.bits)]
         return LinearsSideBySide(runs, bias, **options)
@@ -254,6 +259,15 @@ def _check_part(part: Weight, in_features: int, *, is_read: bool) -> None:
             ("an int8 weight", part.values, (torch.int8,), (rows, in_features)),
             ("an int8 weight's scales", part.scales, _FLOATS, (rows,)),
         ]
+    elif isinstance(part, BlockWeight):
+        tensors = [
+            (
+                "a weight in blocks",
+                part.octets,
+                (torch.uint8,),
+                (rows, in_features // part.block_size, part.octets.shape[2]),
+            )
+        ]
     elif isinstance(part, Float8Weight):
         blocks = tuple(
             -(-size // of_one) for size, of_one in zip((rows, in_features), part.block, strict=True)
@@ -298,7 +312,8 @@ def _check_tensor(
 def _checked_group_size(parts: Sequence[Weight], wanted: int) -> int:
     """Return the group size of parts in groups, the smallest if they differ; `wanted` if there are none."""
     inputs = in_features(parts[0])
-    size = min((part.group_size for part in parts if isinstance(part, GroupedWeight)), default=wanted)
+    in_groups = [part for part in parts if isinstance(part, GroupedWeight | BlockWeight)]
+    size = min((part.group_size for part in in_groups), default=wanted)
     if size < 1 or size % _GROUP_MULTIPLE or inputs % size:
         raise ValueError(
             f"{inputs} inputs are in groups of {size}; a group must have a multiple of {_GROUP_MULTIPLE}, "
@@ -307,9 +322,16 @@ def _checked_group_size(parts: Sequence[Weight], wanted: int) -> int:
     return size
 
 
-def _as_source(part: Weight, kind: str, group_size: int) -> torch.Tensor | Int8Weight | GroupedWeight:
+_Source = torch.Tensor | Int8Weight | GroupedWeight | BlockWeight
+
+
+def _as_source(part: Weight, kind: str, group_size: int) -> _Source:
     """Return `part` in a form that can be packed as `kind`."""
-    if isinstance(part, GroupedWeight):
+    if isinstance(part, BlockWeight) and (
+        part.group_size != group_size or part.is_mxfp4 != (kind == "mxfp4")
+    ):
+        part = part.decoded()
+    if isinstance(part, GroupedWeight | BlockWeight):
         fits = kind in ("int6", "grouped_int8", "mxfp4") or (kind == "int4" and part.bits == 4)
     else:
         fits = isinstance(part, torch.Tensor) or (isinstance(part, Int8Weight) and kind == "int8")
@@ -319,6 +341,8 @@ def _as_source(part: Weight, kind: str, group_size: int) -> torch.Tensor | Int8W
         return part.contiguous()
     if isinstance(part, Int8Weight):
         return Int8Weight(part.values.contiguous(), part.scales.float().contiguous())
+    if isinstance(part, BlockWeight):
+        return dataclasses.replace(part, octets=part.octets.contiguous())
     assert isinstance(part, GroupedWeight)
     repeats = part.group_size // group_size  # groups are powers of two
     scales, zeros = (table.float().repeat_interleave(repeats, dim=1) for table in (part.scales, part.zeros))
@@ -327,9 +351,12 @@ def _as_source(part: Weight, kind: str, group_size: int) -> torch.Tensor | Int8W
     )
 
 
-def _source(part: torch.Tensor | Int8Weight | GroupedWeight) -> tuple[int, int, int, int, int]:
+def _source(part: _Source) -> tuple[int, int, int, int, int, int]:
     if isinstance(part, torch.Tensor):
-        return address(part), TYPE_NUMBERS[part.dtype], num_rows(part), 0, 0
+        return address(part), TYPE_NUMBERS[part.dtype], num_rows(part), 0, 0, 0
+    if isinstance(part, BlockWeight):
+        kind = _native.GgmlBlock[part.kind].value
+        return address(part.octets), TYPE_NUMBERS[torch.uint8], num_rows(part), 0, 0, kind
     zeros = part.zeros if isinstance(part, GroupedWeight) else None
     return (
         address(part.values),
@@ -337,4 +364,12 @@ def _source(part: torch.Tensor | Int8Weight | GroupedWeight) -> tuple[int, int, 
         num_rows(part),
         address(part.scales),
         address(zeros),
+        0,
     )
+
+
+def _raise_of_blocks(parts: Sequence[Weight]) -> NoReturn:
+    for part in parts:
+        if isinstance(part, BlockWeight):
+            part.decoded()
+    raise ValueError("a weight in blocks has scales that are infinite or NaN")

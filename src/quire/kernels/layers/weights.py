@@ -57,17 +57,40 @@ class Float8Weight:
     block: tuple[int, int]  # rows and inputs that share a scale
 
 
-Weight = torch.Tensor | Int8Weight | GroupedWeight | Float8Weight
+@dataclasses.dataclass(slots=True, frozen=True)
+class BlockWeight:
+    """Rows of a matrix in the blocks of a GGUF file, for kernels that take these apart themselves."""
+
+    octets: torch.Tensor  # [rows, blocks, block_bytes] uint8
+    kind: str  # of the blocks, by ggml's name
+    block_size: int  # numbers of a block
+    bits: int  # this and the others: as of what `decode` returns
+    group_size: int
+    is_mxfp4: bool
+    decode: Callable[[torch.Tensor], Weight]  # raises if scales are infinite or NaN
+
+    def decoded(self) -> GroupedWeight:
+        """Return the same rows with a number in each byte; raise what `decode` raises."""
+        weight = self.decode(self.octets)
+        assert isinstance(weight, GroupedWeight)
+        return weight
+
+
+Weight = torch.Tensor | Int8Weight | GroupedWeight | BlockWeight | Float8Weight
 """Some rows of a matrix, [rows, in_features]; a tensor is of a floating-point type."""
 
 
 def num_rows(weight: Weight) -> int:
     """Return the output features that `weight` makes."""
+    if isinstance(weight, BlockWeight):
+        return len(weight.octets)
     return len(weight) if isinstance(weight, torch.Tensor) else len(weight.values)
 
 
 def in_features(weight: Weight) -> int:
     """Return the input features that `weight` takes."""
+    if isinstance(weight, BlockWeight):
+        return weight.octets.shape[1] * weight.block_size
     return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.values.shape[1]
 
 
@@ -86,6 +109,10 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     """
     if isinstance(weight, Float8Weight):
         return _part_of_float8(weight, axis, ranges)
+    if isinstance(weight, BlockWeight):
+        if axis == 0:
+            return dataclasses.replace(weight, octets=_slices(weight.octets, 0, ranges))
+        weight = weight.decoded()
     if isinstance(weight, Int8Weight):
         scales = _slices(weight.scales, 0, ranges) if axis == 0 else weight.scales
         return Int8Weight(_slices(weight.values, axis, ranges), scales)
@@ -199,9 +226,11 @@ def _steps(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> t
 
 
 def with_tensors(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
-    """Return `weight` with what `change` makes of each of its tensors."""
+    """Return `weight` with what `change`, of the order of rows, makes of each of its tensors."""
     if isinstance(weight, torch.Tensor):
         return change(weight)
+    if isinstance(weight, BlockWeight):
+        return dataclasses.replace(weight, octets=change(weight.octets))
     if isinstance(weight, GroupedWeight):
         order = None if weight.order is None else change(weight.order)
         tables = change(weight.scales), change(weight.zeros)
@@ -216,6 +245,8 @@ def floats_of(weight: Weight) -> torch.Tensor:
 
 def dequantize(weight: Weight) -> torch.Tensor:
     """Return `weight` as float32."""
+    if isinstance(weight, BlockWeight):
+        weight = weight.decoded()
     if isinstance(weight, Int8Weight):
         return weight.values.float() * weight.scales[:, None]
     if isinstance(weight, Float8Weight):

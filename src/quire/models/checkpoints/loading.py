@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.layers.act_order import linear_in_order
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import AdaptedLinear, Linear
-from quire.kernels.layers.weights import dequantize
+from quire.kernels.layers.weights import BlockWeight, Weight, dequantize
 from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key
@@ -264,7 +264,7 @@ class _Loader:
 
     def linears(self, field: str, matrices: Callable[[torch.Tensor], Iterable[torch.Tensor]]) -> list[Linear]:
         sources = self._specs[self.index, field].sources
-        rows = torch.cat([dequantize(part) for part in self._checkpoint.matrix(sources)])
+        rows = torch.cat([dequantize(part) for part in self._matrix(sources)])
         made = [self.kernels.linear([each], **self._how_held) for each in matrices(rows)]
         self._release(sources)
         return made
@@ -286,8 +286,8 @@ class _Loader:
                 first = count * index
                 sources = gate_ups[first : first + count], downs[index : index + 1]
                 yield ExpertWeights(
-                    self._checkpoint.matrix(sources[0]),
-                    self._checkpoint.matrix(sources[1]),
+                    self._matrix(sources[0]),
+                    self._matrix(sources[1]),
                     bias_of(gate_up_biases, first, first + count),
                     bias_of(down_biases, index, index + 1),
                 )
@@ -303,7 +303,7 @@ class _Loader:
         bias = self._specs.get((self.index, f"{field}_bias"))
         linear = linear_in_order(
             self.kernels,
-            self._checkpoint.matrix(sources),
+            self._matrix(sources),
             None if bias is None else self._tensor(bias),
             quantization=quantization,
             is_output=is_output,
@@ -313,6 +313,16 @@ class _Loader:
             self._shared[sources] = linear
         self._release(sources)
         return linear
+
+    def _matrix(self, sources: Sequence[WeightSource]) -> list[Weight]:
+        """Return a matrix in parts that the kernels take."""
+        parts = self._checkpoint.matrix(sources)
+        return [
+            part.decoded()
+            if isinstance(part, BlockWeight) and part.kind not in self.kernels.block_kinds
+            else part
+            for part in parts
+        ]
 
     def _tensor(self, spec: WeightSpec) -> torch.Tensor:
         """Return the sources joined by rows; a single one of the right dtype stays in the mapped file."""

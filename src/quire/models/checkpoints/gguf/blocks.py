@@ -40,7 +40,8 @@ class Kind:
     """A kind of tensor: blocks of `block_size` numbers in `block_bytes` bytes.
 
     `unpack` makes of bytes [rows, blocks, block_bytes] the numbers [rows, blocks * block_size]. `steps`
-    are the first and the end of its float16 numbers, each 2 bytes: d, and the unit of minima.
+    are the first and the end of its float16 numbers, each 2 bytes: d, and the unit of minima. `groups`: bits
+    and group size of what `decode` returns; None: kernels do not take these blocks themselves.
     """
 
     name: str
@@ -48,13 +49,11 @@ class Kind:
     block_bytes: int
     unpack: Callable[[torch.Tensor], Weight | Linear]
     steps: tuple[int, int] = (0, 0)
+    groups: tuple[int, int] | None = None
 
-    def check(self, octets: torch.Tensor) -> None:
-        """Raise ValueError if a block's scale is infinite or NaN, or makes its numbers so.
-
-        Args:
-            octets: [rows, blocks, block_bytes].
-        """
+    def _check(self, octets: torch.Tensor) -> None:
+        if self.block_size == 1:
+            return
         if self.name == "MXFP4":
             is_finite = octets[..., 0] <= _MAX_MXFP4_SCALE
         else:
@@ -67,7 +66,14 @@ class Kind:
         """Return the numbers [rows, blocks * block_size] in a form that kernels hold.
 
         Where 0 stands for the least number of a group, that is held as the place of zero, rounded.
+
+        Args:
+            octets: [rows, blocks, block_bytes].
+
+        Raises:
+            ValueError: a block's scale is infinite or NaN, or makes its numbers so.
         """
+        self._check(octets)
         numbers = self.unpack(octets)
         return _with_least(numbers) if isinstance(numbers, Linear) else numbers
 
@@ -332,6 +338,13 @@ def _q6_k(octets: torch.Tensor) -> Weight:
     return GroupedWeight(values, wide, torch.full_like(wide, INT6_ZERO), bits=6)
 
 
+_GROUPS = {
+    **dict.fromkeys(("Q2_K", "Q3_K"), (4, 16)),
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), (4, 32)),
+    "Q5_0": (6, 32),
+    "Q6_K": (6, 16),
+    **dict.fromkeys(("Q5_1", "Q8_0", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"), (8, 32)),
+}
 _D = (0, 1)
 _D_AND_MIN = (0, 2)
 _UNPACK: dict[int, tuple[Callable[[torch.Tensor], Weight | Linear], tuple[int, int]]] = {
@@ -358,7 +371,7 @@ _UNPACK: dict[int, tuple[Callable[[torch.Tensor], Weight | Linear], tuple[int, i
     39: (_mxfp4, (0, 0)),
 }
 KINDS = {
-    number: Kind(type_name(number), *BLOCKS[number], unpack, steps)
+    number: Kind(type_name(number), *BLOCKS[number], unpack, steps, _GROUPS.get(type_name(number)))
     for number, (unpack, steps) in _UNPACK.items()
 }
 """By ggml's number."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quire.errors import ModelError
-from quire.kernels.layers.weights import Weight, dequantize, part_of, with_tensors
+from quire.kernels.layers.weights import BlockWeight, Weight, dequantize, part_of, with_tensors
 from quire.models.checkpoints.gguf.architectures import architecture_of
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
 from quire.models.checkpoints.gguf.config import ROPE_TENSORS, num_draft_layers
@@ -127,11 +127,17 @@ class GGUFWeights:
 
     def _decoded(self, stored: str, info: TensorInfo, shape: tuple[int, ...]) -> Weight:
         kind, octets = self._blocks(stored, info, shape)
-        try:
-            kind.check(octets)
-        except ValueError as error:
-            raise ModelError(f"{stored} in {self._file.path} cannot be read: {error}") from error
-        weight = kind.decode(octets)
+
+        def decode(octets: torch.Tensor) -> Weight:
+            try:
+                return kind.decode(octets)
+            except ValueError as error:
+                raise ModelError(f"{stored} in {self._file.path} cannot be read: {error}") from error
+
+        if kind.groups is not None:
+            is_mxfp4 = kind.name == "MXFP4"
+            return BlockWeight(octets, kind.name, kind.block_size, *kind.groups, is_mxfp4, decode)
+        weight = decode(octets)
         return weight.view(shape) if isinstance(weight, torch.Tensor) else weight
 
     def _blocks(self, stored: str, info: TensorInfo, shape: tuple[int, ...]) -> tuple[Kind, torch.Tensor]:

@@ -1,0 +1,252 @@
+// Rows of a matrix in blocks as GGUF files have them, taken apart. Layouts: https://github.com/ggml-org/ggml, ggml-common.h.
+#pragma once
+
+#include "group_panels.h"
+#include "packing.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+struct BlockSize {
+  int64_t numbers, bytes;
+};
+
+constexpr BlockSize size_of(GgmlBlock kind) {
+  switch (kind) {
+    case GgmlBlock::kNone: return {1, 1};
+    case GgmlBlock::kQ4_0: return {32, 18};
+    case GgmlBlock::kQ4_1: return {32, 20};
+    case GgmlBlock::kQ5_0: return {32, 22};
+    case GgmlBlock::kQ5_1: return {32, 24};
+    case GgmlBlock::kQ8_0: return {32, 34};
+    case GgmlBlock::kQ2_K: return {256, 84};
+    case GgmlBlock::kQ3_K: return {256, 110};
+    case GgmlBlock::kQ4_K: return {256, 144};
+    case GgmlBlock::kQ5_K: return {256, 176};
+    case GgmlBlock::kQ6_K: return {256, 210};
+    case GgmlBlock::kIQ4_NL: return {32, 18};
+    case GgmlBlock::kIQ4_XS: return {256, 136};
+    case GgmlBlock::kMXFP4: return {32, 17};
+  }
+  return {1, 1};
+}
+
+// Whether numbers are step * scale + least.
+constexpr bool has_least(GgmlBlock kind) {
+  return kind == GgmlBlock::kQ4_1 || kind == GgmlBlock::kQ5_1 || kind == GgmlBlock::kQ2_K || kind == GgmlBlock::kQ4_K ||
+         kind == GgmlBlock::kQ5_K;
+}
+
+constexpr uint8_t kMaxExponent = 252;  // of kMXFP4: 12 times the next power of two is infinite
+constexpr float kMaxZero = 60000.0f;   // zeros are held in float16
+constexpr uint8_t kIq4Numbers[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // 128 more
+
+// What a row is taken apart into: a step in each byte, and what the steps of each group stand for.
+struct UnpackedRow {
+  uint8_t* steps;
+  float* scales;
+  float* zeros;
+};
+
+QUIRE_INLINE float half_at(const uint8_t* place) {
+  fp16 number;
+  std::memcpy(&number, place, sizeof number);
+  return to_float(number);
+}
+
+// Of 2 * count numbers, the first half in the low bits.
+QUIRE_INLINE void take_nibbles(const uint8_t* from, int count, uint8_t* steps) {
+  for (int i = 0; i < count; ++i) steps[i] = from[i] & 15;
+  for (int i = 0; i < count; ++i) steps[count + i] = from[i] >> 4;
+}
+
+// Adds 16 to those of 32 steps whose bit is set, the lowest first.
+QUIRE_INLINE void add_fifth_bits(const uint8_t* from, uint8_t* steps) {
+  for (int i = 0; i < 4; ++i) {
+    uint64_t octet;
+    std::memcpy(&octet, steps + i * 8, sizeof octet);
+    const uint64_t bits = from[i] * 0x0101010101010101u & 0x8040201008040201u;  // one in each byte
+    octet += (bits + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
+    std::memcpy(steps + i * 8, &octet, sizeof octet);
+  }
+}
+
+// Two bits of each of 256 numbers: of 128 in 32 bytes, the lowest bits first.
+QUIRE_INLINE void take_crumbs(const uint8_t* from, uint8_t* steps) {
+  for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < 4; ++part) {
+      for (int i = 0; i < 32; ++i) steps[half * 128 + part * 32 + i] = from[half * 32 + i] >> (2 * part) & 3;
+    }
+  }
+}
+
+QUIRE_INLINE void take_group(const UnpackedRow& to, int64_t group, float scale, float zero) {
+  to.scales[group] = scale;
+  to.zeros[group] = zero;
+}
+
+// Scales and least numbers of a block's eight groups: 6 bits each, the high two of the last four in the bytes of the first four.
+QUIRE_INLINE void take_scales_of_8(const uint8_t* from, const UnpackedRow& to, int64_t first_group) {
+  const float unit = half_at(from), unit_of_least = half_at(from + 2);
+  uint32_t words[3];
+  std::memcpy(words, from + 4, sizeof words);
+  const uint32_t scales[2] = {words[0] & 0x3f3f3f3f, (words[2] & 0x0f0f0f0f) | (words[0] >> 2 & 0x30303030)};
+  const uint32_t least[2] = {words[1] & 0x3f3f3f3f, (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 2 & 0x30303030)};
+  uint8_t steps[2][8];
+  std::memcpy(steps[0], scales, 8);
+  std::memcpy(steps[1], least, 8);
+  for (int i = 0; i < 8; ++i) {
+    to.scales[first_group + i] = unit * static_cast<float>(steps[0][i]);
+    to.zeros[first_group + i] = -(unit_of_least * static_cast<float>(steps[1][i]));
+  }
+}
+
+// Has groups of numbers step * scale + zero, as blocks with minima have them, stand for (step - zero) * scale. In a flat group all
+// numbers are the least one, or as good as: 0 less a zero of -1, times it.
+inline void place_zeros(const UnpackedRow& row, int64_t num_groups, int64_t group_size) {
+  for (int64_t first = 0; first < num_groups; first += kLanes) {
+    const f32x16 scales = load(row.scales + first), least = load(row.zeros + first);
+    const auto is_flat = maximum(scales, -scales) * kMaxZero <= maximum(least, -least);
+    store(row.scales + first, select(is_flat, least, scales));
+    store(row.zeros + first, select(is_flat, splat(-1.0f), -least / scales));
+    int32_t are_flat[kLanes];
+    store_bits(are_flat, bits_as<i32x16>(is_flat));
+    const int64_t count = min(num_groups - first, kLanes);
+    for (int64_t i = 0; i < count; ++i) {
+      if (are_flat[i]) std::memset(row.steps + (first + i) * group_size, 0, group_size);
+    }
+  }
+}
+
+QUIRE_INLINE void unpack_q4_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  take_nibbles(from + 2, 16, row.steps + block * 32);
+  take_group(row, block, half_at(from), 8.0f);
+}
+
+QUIRE_INLINE void unpack_q4_1(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  take_nibbles(from + 4, 16, row.steps + block * 32);
+  take_group(row, block, half_at(from), half_at(from + 2));
+}
+
+// 16 stands for 0 in the file, kInt6Zero in the steps.
+QUIRE_INLINE void unpack_q5_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  uint8_t* steps = row.steps + block * 32;
+  take_nibbles(from + 6, 16, steps);
+  add_fifth_bits(from + 2, steps);
+  for (int i = 0; i < 32; ++i) steps[i] += kInt6Zero - 16;
+  take_group(row, block, half_at(from), kInt6Zero);
+}
+
+QUIRE_INLINE void unpack_q5_1(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  take_nibbles(from + 8, 16, row.steps + block * 32);
+  add_fifth_bits(from + 4, row.steps + block * 32);
+  take_group(row, block, half_at(from), half_at(from + 2));
+}
+
+QUIRE_INLINE void unpack_q8_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  uint8_t* steps = row.steps + block * 32;
+  for (int i = 0; i < 32; ++i) steps[i] = from[2 + i] ^ 128;
+  take_group(row, block, half_at(from), 128.0f);
+}
+
+QUIRE_INLINE void unpack_q2_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  take_crumbs(from + 16, row.steps + block * 256);
+  const float unit = half_at(from + 80), unit_of_least = half_at(from + 82);
+  for (int i = 0; i < 16; ++i) {
+    const float least = -(unit_of_least * static_cast<float>(from[i] >> 4));
+    take_group(row, block * 16 + i, unit * static_cast<float>(from[i] & 15), least);
+  }
+}
+
+// Third bits as the fifth ones of kQ5_K; 4 stands for 0. Scales have 6 bits, 32 is 0: the low 4 in 8 bytes, low halves first, the
+// others in 4 bytes, two bits after two.
+QUIRE_INLINE void unpack_q3_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  uint8_t* steps = row.steps + block * 256;
+  take_crumbs(from + 32, steps);
+  for (int part = 0; part < 8; ++part) {
+    for (int i = 0; i < 32; ++i) steps[part * 32 + i] |= (from[i] >> part & 1) << 2;
+  }
+  const float unit = half_at(from + 108);
+  for (int i = 0; i < 16; ++i) {
+    const int low = from[96 + i % 8] >> (i / 8 * 4) & 15, high = from[104 + i % 4] >> (i / 4 * 2) & 3;
+    take_group(row, block * 16 + i, unit * static_cast<float>((low | high << 4) - 32), 4.0f);
+  }
+}
+
+QUIRE_INLINE void unpack_q4_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  for (int i = 0; i < 4; ++i) take_nibbles(from + 16 + i * 32, 32, row.steps + block * 256 + i * 64);
+  take_scales_of_8(from, row, block * 8);
+}
+
+QUIRE_INLINE void unpack_q5_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  uint8_t* steps = row.steps + block * 256;
+  for (int i = 0; i < 4; ++i) take_nibbles(from + 48 + i * 32, 32, steps + i * 64);
+  for (int group = 0; group < 8; ++group) {
+    for (int i = 0; i < 32; ++i) steps[group * 32 + i] |= (from[16 + i] >> group & 1) << 4;
+  }
+  take_scales_of_8(from, row, block * 8);
+}
+
+QUIRE_INLINE void unpack_q6_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  for (int half = 0; half < 2; ++half) {
+    uint8_t* steps = row.steps + block * 256 + half * 128;
+    const uint8_t *low = from + half * 64, *high = from + 128 + half * 32;
+    take_nibbles(low, 64, steps);
+    for (int part = 0; part < 4; ++part) {
+      for (int i = 0; i < 32; ++i) steps[part * 32 + i] |= (high[i] >> (2 * part) & 3) << 4;
+    }
+  }
+  const float unit = half_at(from + 208);
+  for (int i = 0; i < 16; ++i) {
+    take_group(row, block * 16 + i, unit * static_cast<float>(static_cast<int8_t>(from[192 + i])), kInt6Zero);
+  }
+}
+
+QUIRE_INLINE void unpack_iq4_nl(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  uint8_t* steps = row.steps + block * 32;
+  take_nibbles(from + 2, 16, steps);
+  for (int i = 0; i < 32; ++i) steps[i] = kIq4Numbers[steps[i]];
+  take_group(row, block, half_at(from), 128.0f);
+}
+
+// The scales have 6 bits, 32 is 0: the high ones in 2 bytes, then the low ones in 4.
+QUIRE_INLINE void unpack_iq4_xs(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+  const float unit = half_at(from);
+  for (int i = 0; i < 8; ++i) {
+    uint8_t* steps = row.steps + block * 256 + i * 32;
+    take_nibbles(from + 8 + i * 16, 16, steps);
+    for (int j = 0; j < 32; ++j) steps[j] = kIq4Numbers[steps[j]];
+    const int low = from[4 + i / 2] >> (i % 2 * 4) & 15, high = from[2 + i / 4] >> (i % 4 * 2) & 3;
+    take_group(row, block * 8 + i, unit * static_cast<float>((low | high << 4) - 32), 128.0f);
+  }
+}
+
+// One kind at a time: compilers vectorize little of a loop over all of them.
+template <void (*kUnpack)(const uint8_t*, const UnpackedRow&, int64_t)>
+__attribute__((noinline)) void unpack_each(const uint8_t* from, int64_t num_blocks, int64_t bytes, const UnpackedRow& row) {
+  for (int64_t block = 0; block < num_blocks; ++block) kUnpack(from + block * bytes, row, block);
+}
+
+// All kinds but kMXFP4, which has codes in place of steps.
+inline void unpack_blocks(GgmlBlock kind, const uint8_t* from, int64_t num_blocks, int64_t group_size, const UnpackedRow& row) {
+  const BlockSize size = size_of(kind);
+  switch (kind) {
+    case GgmlBlock::kQ4_0: unpack_each<unpack_q4_0>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ4_1: unpack_each<unpack_q4_1>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ5_0: unpack_each<unpack_q5_0>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ5_1: unpack_each<unpack_q5_1>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ8_0: unpack_each<unpack_q8_0>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ2_K: unpack_each<unpack_q2_k>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ3_K: unpack_each<unpack_q3_k>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ4_K: unpack_each<unpack_q4_k>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ5_K: unpack_each<unpack_q5_k>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ6_K: unpack_each<unpack_q6_k>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kIQ4_NL: unpack_each<unpack_iq4_nl>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kIQ4_XS: unpack_each<unpack_iq4_xs>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kNone:
+    case GgmlBlock::kMXFP4: break;
+  }
+  if (has_least(kind)) place_zeros(row, num_blocks * size.numbers / group_size, group_size);
+}
+
+}  // namespace quire::QUIRE_ISA
