@@ -7,11 +7,13 @@ package reads the same, but makes an array of every string of a vocabulary, whic
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -35,6 +37,7 @@ _SCALARS = {
     12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a text, in bytes
 _MAX_DIMS = 4
 # The largest vocabularies have about 300,000 tokens and up to twice as many merges, which take some 15 MB.
 _MAX_ENTRIES = 1 << 16
@@ -88,6 +91,40 @@ class TensorInfo:
     kind: int
     start: int
     data: mmap.mmap
+
+
+class Texts(Sequence[str]):
+    """An array of texts, each behind its length. Decoded when it is read: few readers need a vocabulary.
+
+    Args:
+        data: the file.
+        start: where the array begins, in bytes; it is within the file.
+        count: of texts.
+    """
+
+    def __init__(self, data: mmap.mmap, start: int, count: int) -> None:
+        self._data, self._start, self._count = data, start, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self.decoded[index]
+
+    @functools.cached_property
+    def decoded(self) -> list[str]:
+        """The texts."""
+        texts, place = [], self._start
+        for _ in range(self._count):
+            (length,) = _LENGTH.unpack_from(self._data, place)
+            start = place + _LENGTH.size
+            place = start + length
+            texts.append(self._data[start:place].decode("utf-8", "replace"))
+        return texts
 
 
 def num_bytes(info: TensorInfo) -> int:
@@ -154,7 +191,7 @@ class GGUFFile:
         try:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages
-            self._place = 0
+            self._place, self._limit = 0, min(len(self.data), _MAX_HEADER_BYTES)
             self._num_values = dict.fromkeys(_MAX_ARRAY_VALUES, 0)  # values in arrays so far
             self._read()
         except _FAULTS as error:
@@ -233,7 +270,7 @@ class GGUFFile:
                 f"in all, and {_MAX_ARRAY_DEPTH} arrays within each other"
             )
         if inner == _STRING:
-            return [self._string() for _ in range(count)]
+            return self._texts(count)
         if inner == _ARRAY:
             return [self._value(_ARRAY, depth + 1) for _ in range(count)]
         return self._numbers(inner, count).tolist()
@@ -256,9 +293,10 @@ class GGUFFile:
         return int(number)
 
     def _advance(self, num_bytes: int) -> None:
-        limit = min(len(self.data), _MAX_HEADER_BYTES)
-        if num_bytes > limit - self._place:
-            raise ValueError(f"{num_bytes} bytes at byte {self._place} go beyond {limit}, where it must end")
+        if num_bytes > self._limit - self._place:
+            raise ValueError(
+                f"{num_bytes} bytes at byte {self._place} go beyond {self._limit}, where it must end"
+            )
         self._place += num_bytes
 
     def _string(self) -> str:
@@ -267,6 +305,22 @@ class GGUFFile:
         self._advance(length)
         return self.data[start : self._place].decode("utf-8", "replace")
 
+    def _texts(self, count: int) -> Texts:
+        """Pass over texts; a call for each would take as long as the weights of a small model."""
+        texts = Texts(self.data, self._place, count)
+        place, length_at = self._place, _LENGTH.unpack_from
+        last = self._limit - _LENGTH.size
+        for _ in range(count):
+            if place > last:
+                break
+            (length,) = length_at(self.data, place)
+            place += _LENGTH.size + length
+        else:
+            if place <= self._limit:
+                self._place = place
+                return texts
+        raise ValueError(f"{count} texts at byte {self._place} go beyond {self._limit}, where it must end")
+
     def entry(self, key: str, kind: type) -> Any:
         """Return a value of the metadata, None if it is missing.
 
@@ -274,6 +328,8 @@ class GGUFFile:
             ModelError: its type is not `kind`.
         """
         value = self.metadata.get(key)
+        if isinstance(value, Texts):
+            value = value.decoded
         if value is not None and type(value) is not kind:
             raise ModelError(f"{self.path}: {key} is of the type {type(value).__name__}, not {kind.__name__}")
         return value
