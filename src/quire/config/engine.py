@@ -77,8 +77,8 @@ class EngineConfig:
     weight_cache: str = knob(
         default="auto",
         help="Directory that caches weights in their in-memory layout, so that later starts do not quantize "
-        "or unpack them again. auto: quire/weights in the user's cache directory, for quantized models of at "
-        "least 10^9 parameters, where it pays off. Empty: no cache.",
+        "or unpack them again. auto: quire/weights in the user's cache directory, for models of at least "
+        "10^9 parameters whose weights are quantized or take long to unpack. Empty: no cache.",
     )
     weight_cache_size: NonNegativeFloat = knob(
         default=50.0,

@@ -299,15 +299,36 @@ def test_a_decoder_of_cached_weights_computes_the_same(kind: str, tmp_path: Path
 def test_the_choice_left_to_quire_is_where_the_cache_pays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(setting: str, *, is_quantized: bool = True, num_parameters: int = 10**9) -> WeightCache | None:
-        return choose_cache(setting, max_bytes=GB, is_quantized=is_quantized, num_parameters=num_parameters)
+    def choose(setting: str, *, num_parameters: int = 10**9) -> WeightCache | None:
+        return choose_cache(setting, max_bytes=GB, num_parameters=num_parameters)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert choose("") is None
-    assert choose("auto", is_quantized=False) is None
     assert choose("auto", num_parameters=10**9 - 1) is None
     chosen = choose("auto")
     assert chosen is not None
     chosen.write("key", {}, [])
     assert (tmp_path / "quire" / "weights" / "key.packed.safetensors").is_file()
-    assert choose(str(tmp_path), is_quantized=False, num_parameters=1) is not None
+    assert choose(str(tmp_path), num_parameters=1) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization", "is_worth_it"),
+    [
+        ("BF16", "none", False),
+        ("BF16", "int8", True),
+        ("Q4_K", "none", False),
+        ("IQ2_XS", "none", True),
+    ],
+)
+@pytest.mark.parametrize("is_for_all", [True, False])
+def test_weights_that_are_packed_as_they_are_read_need_no_cache(
+    kind: str, quantization: str, is_worth_it: bool, is_for_all: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    path = make_checkpoint("qwen3", tmp_path / "model", **sizes, num_hidden_layers=1)
+    file, _ = write_gguf(path, "qwen3", "BF16", **({} if kind == "BF16" else {"random_kind": kind}))
+    cache = WeightCache(tmp_path / "cache", GB, is_for_all=is_for_all)
+    options = WeightOptions(quantization=quantization, kernels="native", cache=cache)
+    load_decoder(file, read_model_config(file), options=options)
+    assert bool(list((tmp_path / "cache").glob("*"))) == (is_worth_it or is_for_all)

@@ -200,7 +200,6 @@ def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:
         cache=choose_cache(
             config.weight_cache,
             max_bytes=int(config.weight_cache_size * 1e9),
-            is_quantized=(config.quantization, model.stored_quantization) != ("none", "none"),
             num_parameters=count_parameters(model),
         ),
     )

@@ -45,6 +45,9 @@ class WeightStore(Protocol):
         Raises `ModelError` as `read` does.
         """
 
+    def is_packed_quickly(self, block_kinds: Set[str]) -> bool:
+        """Return whether packing takes little longer than reading, for kernels that know `block_kinds`."""
+
     def release(self, name: str) -> None:
         """Release the pages that held a weight."""
 
@@ -69,6 +72,10 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._store.close()
+
+    def is_packed_quickly(self, block_kinds: Set[str]) -> bool:
+        """See `WeightStore.is_packed_quickly`."""
+        return self._store.is_packed_quickly(block_kinds)
 
     def check_names(self, specs: list[WeightSpec], config: ModelConfig) -> None:
         """Raise `ModelError` if a weight is missing or unexpected."""

@@ -106,14 +106,15 @@ def load_decoder(
 
     with Checkpoint(path) as checkpoint:
         checkpoint.check_names(list(weight_specs(config)), config)
-        if options.cache is None or kernels.weight_layout is None:
+        cache = _cache_that_pays(checkpoint, kernels, options)
+        if cache is None:
             with weight_memory(kernels.device) as memory:
                 try:
                     return load(checkpoint, memory)
                 except OSError as error:
                     raise ModelError(f"the weights in {path} cannot be read: {error}") from error
-        key = _cache_key(path, options, kernels.weight_layout, WHOLE if parallel is None else parallel.shard)
-        cached = CachedWeights(checkpoint, options.cache, key)
+        key = _cache_key(path, options, kernels, WHOLE if parallel is None else parallel.shard)
+        cached = CachedWeights(checkpoint, cache, key)
         decoder = load(cached, cached.memory)
         cached.save()
         return decoder
@@ -339,12 +340,22 @@ class _Loader:
             self._on_progress(done * self._dtype.itemsize, self._num_weights * self._dtype.itemsize)
 
 
-def _cache_key(path: Path, options: WeightOptions, weight_layout: str, shard: Shard) -> str:
+def _cache_that_pays(
+    checkpoint: Checkpoint, kernels: KernelSet, options: WeightOptions
+) -> WeightCache | None:
+    cache = options.cache
+    if cache is None or kernels.weight_layout is None:
+        return None
+    is_quick = options.quantization == "none" and checkpoint.is_packed_quickly(kernels.block_kinds)
+    return None if is_quick and not cache.is_for_all else cache
+
+
+def _cache_key(path: Path, options: WeightOptions, kernels: KernelSet, shard: Shard) -> str:
     return cache_key(
         path,
         **({} if shard.size == 1 else {"shard": [shard.rank, shard.size]}),
         dtype=options.dtype,
         quantization=options.quantization,
         group_size=options.group_size,
-        instruction_set=weight_layout,
+        instruction_set=kernels.weight_layout,
     )

@@ -120,6 +120,10 @@ class SafetensorsWeights:
         """See `WeightStore`: rows of quantized matrices are not stored separately."""
         return None
 
+    def is_packed_quickly(self, block_kinds: Set[str]) -> bool:
+        """See `WeightStore`."""
+        return not self._formats
+
     def release(self, name: str) -> None:
         """See `WeightStore`."""
         for stored in self.stored_names(name):

@@ -45,9 +45,11 @@ class WeightCache:
     Args:
         directory: where the files are; made when the first is written.
         max_bytes: maximum bytes of all files together; those that were not used for longest go first.
+        is_for_all: whether it is for weights, too, that are packed as quickly as they are read.
     """
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(self, directory: Path, max_bytes: int, *, is_for_all: bool = True) -> None:
+        self.is_for_all = is_for_all
         self._directory = directory
         self._max_bytes = max_bytes
 
@@ -108,20 +110,18 @@ class WeightCache:
             total -= state.st_size
 
 
-def choose_cache(
-    setting: str, *, max_bytes: int, is_quantized: bool, num_parameters: int
-) -> WeightCache | None:
+def choose_cache(setting: str, *, max_bytes: int, num_parameters: int) -> WeightCache | None:
     """Return the cache that `EngineConfig.weight_cache` asks for.
 
-    Left to choose ("auto"), it is used where it pays. For plain weights it would take their size on disk a
-    second time, and save less than a second of CPU time for each GB.
+    Left to choose ("auto"), it is used where it pays. Weights that are packed as quickly as they are read
+    would take their size on disk a second time, and the first start would write them.
     """
     if setting != AUTO:
         return WeightCache(Path(setting).expanduser(), max_bytes) if setting else None
-    if not is_quantized or num_parameters < MIN_PARAMETERS:
+    if num_parameters < MIN_PARAMETERS:
         return None
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return WeightCache(Path(base) / "quire" / "weights", max_bytes)
+    return WeightCache(Path(base) / "quire" / "weights", max_bytes, is_for_all=False)
 
 
 def cache_key(path: Path, **settings: Any) -> str:

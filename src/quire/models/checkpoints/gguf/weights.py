@@ -91,6 +91,11 @@ class GGUFWeights:
         kind, octets = self._blocks(stored, self._info(name), shape)
         return None if kind.block_size == 1 else EncodedRows(octets, kind.floats)
 
+    def is_packed_quickly(self, block_kinds: Set[str]) -> bool:
+        """See `WeightStore`."""
+        kinds = {KINDS[info.kind] for info in self._file.tensors.values()}
+        return all(kind.block_size == 1 or kind.name in block_kinds for kind in kinds)
+
     def release(self, name: str) -> None:
         """See `WeightStore`."""
         halves = [self._file.tensors[half] for half in self._halves(name)]
