@@ -54,10 +54,15 @@ QUIRE_INLINE float half_at(const uint8_t* place) {
   return to_float(number);
 }
 
-// Of 2 * count numbers, the first half in the low bits.
-QUIRE_INLINE void take_nibbles(const uint8_t* from, int count, uint8_t* steps) {
-  for (int i = 0; i < count; ++i) steps[i] = from[i] & 15;
-  for (int i = 0; i < count; ++i) steps[count + i] = from[i] >> 4;
+template <int kCount>
+using Bytes = Vector<uint8_t, kCount>;
+
+// Of 2 * kCount numbers, the first half in the low bits.
+template <int kCount>
+QUIRE_INLINE void take_nibbles(const uint8_t* from, uint8_t* steps) {
+  const auto octets = load_bits<Bytes<kCount>>(from);
+  store_bits(steps, octets & 15);
+  store_bits(steps + kCount, octets >> 4);
 }
 
 // Adds 16 to those of 32 steps whose bit is set, the lowest first.
@@ -74,10 +79,33 @@ QUIRE_INLINE void add_fifth_bits(const uint8_t* from, uint8_t* steps) {
 // Two bits of each of 256 numbers: of 128 in 32 bytes, the lowest bits first.
 QUIRE_INLINE void take_crumbs(const uint8_t* from, uint8_t* steps) {
   for (int half = 0; half < 2; ++half) {
-    for (int part = 0; part < 4; ++part) {
-      for (int i = 0; i < 32; ++i) steps[half * 128 + part * 32 + i] = from[half * 32 + i] >> (2 * part) & 3;
-    }
+    const auto octets = load_bits<Bytes<32>>(from + half * 32);
+    for (int part = 0; part < 4; ++part) store_bits(steps + half * 128 + part * 32, octets >> (2 * part) & 3);
   }
+}
+
+// A further bit of each of 256 numbers, of 32 in the same bit of 32 bytes.
+QUIRE_INLINE void add_bits(const uint8_t* from, int bit, uint8_t* steps) {
+  const auto octets = load_bits<Bytes<32>>(from);
+  for (int group = 0; group < 8; ++group) {
+    uint8_t* to = steps + group * 32;
+    store_bits(to, load_bits<Bytes<32>>(to) | (octets >> group & 1) << bit);
+  }
+}
+
+// What the numbers of a table are, in place of their places there.
+QUIRE_INLINE void look_up(uint8_t* steps) {
+#if defined(__AVX2__)
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Numbers));
+  for (int i = 0; i < 2; ++i) {
+    __m128i* to = reinterpret_cast<__m128i*>(steps) + i;
+    _mm_storeu_si128(to, _mm_shuffle_epi8(table, _mm_loadu_si128(to)));
+  }
+#elif defined(__aarch64__)
+  for (int i = 0; i < 32; i += 16) vst1q_u8(steps + i, vqtbl1q_u8(vld1q_u8(kIq4Numbers), vld1q_u8(steps + i)));
+#else
+  for (int i = 0; i < 32; ++i) steps[i] = kIq4Numbers[steps[i]];
+#endif
 }
 
 QUIRE_INLINE void take_group(const UnpackedRow& to, int64_t group, float scale, float zero) {
@@ -119,43 +147,41 @@ inline void place_zeros(const UnpackedRow& row, int64_t num_groups, int64_t grou
 }
 
 QUIRE_INLINE void unpack_q4_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  take_nibbles(from + 2, 16, row.steps + block * 32);
+  take_nibbles<16>(from + 2, row.steps + block * 32);
   take_group(row, block, half_at(from), 8.0f);
 }
 
 QUIRE_INLINE void unpack_q4_1(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  take_nibbles(from + 4, 16, row.steps + block * 32);
+  take_nibbles<16>(from + 4, row.steps + block * 32);
   take_group(row, block, half_at(from), half_at(from + 2));
 }
 
 // 16 stands for 0 in the file, kInt6Zero in the steps.
 QUIRE_INLINE void unpack_q5_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
   uint8_t* steps = row.steps + block * 32;
-  take_nibbles(from + 6, 16, steps);
+  take_nibbles<16>(from + 6, steps);
   add_fifth_bits(from + 2, steps);
-  for (int i = 0; i < 32; ++i) steps[i] += kInt6Zero - 16;
+  store_bits(steps, load_bits<Bytes<32>>(steps) + (kInt6Zero - 16));
   take_group(row, block, half_at(from), kInt6Zero);
 }
 
 QUIRE_INLINE void unpack_q5_1(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  take_nibbles(from + 8, 16, row.steps + block * 32);
+  take_nibbles<16>(from + 8, row.steps + block * 32);
   add_fifth_bits(from + 4, row.steps + block * 32);
   take_group(row, block, half_at(from), half_at(from + 2));
 }
 
 QUIRE_INLINE void unpack_q8_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  uint8_t* steps = row.steps + block * 32;
-  for (int i = 0; i < 32; ++i) steps[i] = from[2 + i] ^ 128;
+  store_bits(row.steps + block * 32, load_bits<Bytes<32>>(from + 2) + 128);
   take_group(row, block, half_at(from), 128.0f);
 }
 
 QUIRE_INLINE void unpack_q2_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
   take_crumbs(from + 16, row.steps + block * 256);
-  const float unit = half_at(from + 80), unit_of_least = half_at(from + 82);
-  for (int i = 0; i < 16; ++i) {
-    const float least = -(unit_of_least * static_cast<float>(from[i] >> 4));
-    take_group(row, block * 16 + i, unit * static_cast<float>(from[i] & 15), least);
-  }
+  uint8_t parts[2][16];
+  take_nibbles<16>(from, parts[0]);
+  store(row.scales + block * 16, load(reinterpret_cast<const int8_t*>(parts[0])) * half_at(from + 80));
+  store(row.zeros + block * 16, -(load(reinterpret_cast<const int8_t*>(parts[1])) * half_at(from + 82)));
 }
 
 // Third bits as the fifth ones of kQ5_K; 4 stands for 0. Scales have 6 bits, 32 is 0: the low 4 in 8 bytes, low halves first, the
@@ -163,49 +189,46 @@ QUIRE_INLINE void unpack_q2_k(const uint8_t* from, const UnpackedRow& row, int64
 QUIRE_INLINE void unpack_q3_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
   uint8_t* steps = row.steps + block * 256;
   take_crumbs(from + 32, steps);
-  for (int part = 0; part < 8; ++part) {
-    for (int i = 0; i < 32; ++i) steps[part * 32 + i] |= (from[i] >> part & 1) << 2;
-  }
-  const float unit = half_at(from + 108);
+  add_bits(from, 2, steps);
+  int8_t scales[16];
   for (int i = 0; i < 16; ++i) {
     const int low = from[96 + i % 8] >> (i / 8 * 4) & 15, high = from[104 + i % 4] >> (i / 4 * 2) & 3;
-    take_group(row, block * 16 + i, unit * static_cast<float>((low | high << 4) - 32), 4.0f);
+    scales[i] = static_cast<int8_t>((low | high << 4) - 32);
   }
+  store(row.scales + block * 16, load(scales) * half_at(from + 108));
+  store(row.zeros + block * 16, splat(4.0f));
 }
 
 QUIRE_INLINE void unpack_q4_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  for (int i = 0; i < 4; ++i) take_nibbles(from + 16 + i * 32, 32, row.steps + block * 256 + i * 64);
+  for (int i = 0; i < 4; ++i) take_nibbles<32>(from + 16 + i * 32, row.steps + block * 256 + i * 64);
   take_scales_of_8(from, row, block * 8);
 }
 
 QUIRE_INLINE void unpack_q5_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
   uint8_t* steps = row.steps + block * 256;
-  for (int i = 0; i < 4; ++i) take_nibbles(from + 48 + i * 32, 32, steps + i * 64);
-  for (int group = 0; group < 8; ++group) {
-    for (int i = 0; i < 32; ++i) steps[group * 32 + i] |= (from[16 + i] >> group & 1) << 4;
-  }
+  for (int i = 0; i < 4; ++i) take_nibbles<32>(from + 48 + i * 32, steps + i * 64);
+  add_bits(from + 16, 4, steps);
   take_scales_of_8(from, row, block * 8);
 }
 
 QUIRE_INLINE void unpack_q6_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
   for (int half = 0; half < 2; ++half) {
     uint8_t* steps = row.steps + block * 256 + half * 128;
-    const uint8_t *low = from + half * 64, *high = from + 128 + half * 32;
-    take_nibbles(low, 64, steps);
+    take_nibbles<64>(from + half * 64, steps);
+    const auto high = load_bits<Bytes<32>>(from + 128 + half * 32);
     for (int part = 0; part < 4; ++part) {
-      for (int i = 0; i < 32; ++i) steps[part * 32 + i] |= (high[i] >> (2 * part) & 3) << 4;
+      uint8_t* to = steps + part * 32;
+      store_bits(to, load_bits<Bytes<32>>(to) | (high >> (2 * part) & 3) << 4);
     }
   }
-  const float unit = half_at(from + 208);
-  for (int i = 0; i < 16; ++i) {
-    take_group(row, block * 16 + i, unit * static_cast<float>(static_cast<int8_t>(from[192 + i])), kInt6Zero);
-  }
+  store(row.scales + block * 16, load(reinterpret_cast<const int8_t*>(from + 192)) * half_at(from + 208));
+  store(row.zeros + block * 16, splat(kInt6Zero));
 }
 
 QUIRE_INLINE void unpack_iq4_nl(const uint8_t* from, const UnpackedRow& row, int64_t block) {
   uint8_t* steps = row.steps + block * 32;
-  take_nibbles(from + 2, 16, steps);
-  for (int i = 0; i < 32; ++i) steps[i] = kIq4Numbers[steps[i]];
+  take_nibbles<16>(from + 2, steps);
+  look_up(steps);
   take_group(row, block, half_at(from), 128.0f);
 }
 
@@ -214,8 +237,8 @@ QUIRE_INLINE void unpack_iq4_xs(const uint8_t* from, const UnpackedRow& row, int
   const float unit = half_at(from);
   for (int i = 0; i < 8; ++i) {
     uint8_t* steps = row.steps + block * 256 + i * 32;
-    take_nibbles(from + 8 + i * 16, 16, steps);
-    for (int j = 0; j < 32; ++j) steps[j] = kIq4Numbers[steps[j]];
+    take_nibbles<16>(from + 8 + i * 16, steps);
+    look_up(steps);
     const int low = from[4 + i / 2] >> (i % 2 * 4) & 15, high = from[2 + i / 4] >> (i % 4 * 2) & 3;
     take_group(row, block * 8 + i, unit * static_cast<float>((low | high << 4) - 32), 128.0f);
   }

@@ -342,8 +342,9 @@ bool float4_row(const Column& column, const WeightSource& source, int64_t row, u
     uint8_t exponent;
     if (source.block == GgmlBlock::kMXFP4) {
       const uint8_t* block = octets + place * size_of(source.block).bytes;
-      take_nibbles(block + 1, 16, of_group);
-      for (int i = 0; i < 32; ++i) of_group[i] = of_group[i] == 8 ? 0 : of_group[i];  // not less than 0
+      take_nibbles<16>(block + 1, of_group);
+      const auto found = load_bits<Bytes<32>>(of_group);
+      store_bits(of_group, select(found == broadcast<Bytes<32>>(8), Bytes<32>{}, found));  // there is no less than 0
       exponent = block[0];
       is_finite &= exponent <= kMaxExponent;
     } else {
