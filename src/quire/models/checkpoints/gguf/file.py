@@ -307,18 +307,17 @@ class GGUFFile:
 
     def _texts(self, count: int) -> Texts:
         """Pass over texts; a call for each would take as long as the weights of a small model."""
-        texts = Texts(self.data, self._place, count)
-        place, length_at = self._place, _LENGTH.unpack_from
+        data, place, length_at = self.data, self._place, _LENGTH.unpack_from
         last = self._limit - _LENGTH.size
         for _ in range(count):
             if place > last:
                 break
-            (length,) = length_at(self.data, place)
+            (length,) = length_at(data, place)
             place += _LENGTH.size + length
         else:
             if place <= self._limit:
-                self._place = place
-                return texts
+                start, self._place = self._place, place
+                return Texts(data, start, count)
         raise ValueError(f"{count} texts at byte {self._place} go beyond {self._limit}, where it must end")
 
     def entry(self, key: str, kind: type) -> Any:
