@@ -77,7 +77,10 @@ class Lines {
 
 // Of eight steps, four in each argument: those with even numbers in the low half, then those with odd ones.
 QUIRE_INLINE u32x16 int4_line(u32x16 first, u32x16 second) {
-  const auto pairs = [](u32x16 fours) { return fours | fours >> 12; };  // even ones in the lowest byte, odd ones in the next
+  const auto pairs = [](u32x16 fours) {
+    fours &= 0x0f0f0f0f;
+    return fours | fours >> 12;  // even ones in the lowest byte, odd ones in the next
+  };
   const u32x16 low = pairs(first), high = pairs(second);
   return (low & 0xff) | (high & 0xff) << 8 | (low & 0xff00) << 8 | (high & 0xff00) << 16;
 }
