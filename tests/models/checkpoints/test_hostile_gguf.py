@@ -42,6 +42,12 @@ def test_wrong_values_in_gguf_metadata(
     ("key", "value", "message"),
     [
         ("llama.embedding_length", None, "no llama.embedding_length; it must be an integer from 1"),
+        (
+            "llama.embedding_length",
+            ["x", "y"],
+            r"llama.embedding_length is \['x', 'y'\]; it must be an integer",
+        ),
+        ("tokenizer.ggml.eos_token_id", ["x"], "eos_token_id"),
         ("llama.context_length", math.nan, "llama.context_length is nan; it must be"),
         ("llama.rope.dimension_count", "x", "llama.rope.dimension_count is 'x'; it must be an integer"),
         ("llama.rope.scaling.type", 3, "llama.rope.scaling.type is 3; it must be a text"),

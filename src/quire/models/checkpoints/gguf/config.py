@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.architectures import Architecture, architecture_of
-from quire.models.checkpoints.gguf.file import GGUFFile, read_gguf, type_name
+from quire.models.checkpoints.gguf.file import GGUFFile, Texts, read_gguf, type_name
 from quire.models.checkpoints.gguf.tensor_names import fused_tensor
 from quire.models.config_entries import ROPE_RULES, RULES, Entries, check_entry
 from quire.models.ropes import ROTATED_FEATURES
@@ -63,7 +63,11 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
         raise ModelError(f"{path} lacks token_embd.weight; is it a language model, and all of it?")
     prefix = f"{name}."
     metadata = Entries(
-        {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+        {
+            key.removeprefix(prefix): value.decoded if isinstance(value, Texts) else value
+            for key, value in file.metadata.items()
+            if key.startswith(prefix)
+        }
     )
     values = _entries(file, architecture, metadata)
     values["architectures"] = [architecture.hf_name]
