@@ -36,6 +36,7 @@ from quire.kernels.layers.weights import (
     GroupedWeight,
     Int8Weight,
     Weight,
+    WeightInGroups,
     dequantize,
     in_features,
     num_rows,
@@ -213,7 +214,7 @@ class ShortlistedLinear(PackedLinear):
 
 def linear_of(parts: Sequence[Weight], bias: torch.Tensor | None, **options: Any) -> Linear:
     """Return the layer of `KernelSet.linear`; parts in groups of different numbers of bits are held apart."""
-    in_groups = [part for part in parts if isinstance(part, GroupedWeight | BlockWeight)]
+    in_groups = [part for part in parts if isinstance(part, WeightInGroups)]
     if len({part.bits for part in in_groups}) > 1 and len(in_groups) == len(parts):
         runs = [list(run) for _, run in itertools.groupby(in_groups, key=lambda part: part.bits)]
         return LinearsSideBySide(runs, bias, **options)
@@ -312,7 +313,7 @@ def _check_tensor(
 def _checked_group_size(parts: Sequence[Weight], wanted: int) -> int:
     """Return the group size of parts in groups, the smallest if they differ; `wanted` if there are none."""
     inputs = in_features(parts[0])
-    in_groups = [part for part in parts if isinstance(part, GroupedWeight | BlockWeight)]
+    in_groups = [part for part in parts if isinstance(part, WeightInGroups)]
     size = min((part.group_size for part in in_groups), default=wanted)
     if size < 1 or size % _GROUP_MULTIPLE or inputs % size:
         raise ValueError(
@@ -328,10 +329,10 @@ _Source = torch.Tensor | Int8Weight | GroupedWeight | BlockWeight
 def _as_source(part: Weight, kind: str, group_size: int) -> _Source:
     """Return `part` in a form that can be packed as `kind`."""
     if isinstance(part, BlockWeight) and (
-        part.group_size != group_size or part.is_mxfp4 != (kind == "mxfp4")
+        part.kind not in BLOCK_KINDS or part.group_size != group_size or part.is_mxfp4 != (kind == "mxfp4")
     ):
         part = part.decoded()
-    if isinstance(part, GroupedWeight | BlockWeight):
+    if isinstance(part, WeightInGroups):
         fits = kind in ("int6", "grouped_int8", "mxfp4") or (kind == "int4" and part.bits == 4)
     else:
         fits = isinstance(part, torch.Tensor) or (isinstance(part, Int8Weight) and kind == "int8")

@@ -15,11 +15,11 @@ from typing_extensions import override
 
 from quire.kernels.devices.torch_internals import int8_product, linear_pointwise, reorder_linear_weight
 from quire.kernels.layers.weights import (
-    BlockWeight,
     Float8Weight,
     GroupedWeight,
     Int8Weight,
     Weight,
+    WeightInGroups,
     dequantize,
     floats_of,
     in_features,
@@ -211,9 +211,9 @@ def quantization_of(
         raise ValueError("weights are to be fp8, which only the kernels for GPUs have")
     if all(isinstance(part, Int8Weight) for part in parts):
         return "int8"
-    if has_mxfp4 and all(isinstance(part, GroupedWeight | BlockWeight) and part.is_mxfp4 for part in parts):
+    if has_mxfp4 and all(isinstance(part, WeightInGroups) and part.is_mxfp4 for part in parts):
         return "mxfp4"
-    bits = {part.bits if isinstance(part, GroupedWeight | BlockWeight) else 0 for part in parts}
+    bits = {part.bits if isinstance(part, WeightInGroups) else 0 for part in parts}
     if 0 not in bits:
         return "int4" if bits == {4} else "int6" if bits == {6} and has_int6 else "grouped_int8"
     return "int8" if wanted == "int4" and in_features(parts[0]) % group_size else wanted

@@ -76,6 +76,9 @@ class BlockWeight:
         return weight
 
 
+WeightInGroups = GroupedWeight | BlockWeight
+"""What has bits, a group size, and is MXFP4 or not."""
+
 Weight = torch.Tensor | Int8Weight | GroupedWeight | BlockWeight | Float8Weight
 """Some rows of a matrix, [rows, in_features]; a tensor is of a floating-point type."""
 

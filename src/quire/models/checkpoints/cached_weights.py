@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.kernels.devices.memory import ALIGNMENT, WeightMemory
-from quire.kernels.layers.weights import BlockWeight, GroupedWeight, Int8Weight, Weight, is_reordered
+from quire.kernels.layers.weights import GroupedWeight, Int8Weight, Weight, WeightInGroups, is_reordered
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache
 from quire.models.embedding import Embedding
@@ -111,7 +111,7 @@ def _whole_lines(num_bytes: int) -> int:
 def _form(weight: Weight) -> list[Any]:
     if isinstance(weight, Int8Weight):
         return ["int8"]
-    if isinstance(weight, GroupedWeight | BlockWeight):
+    if isinstance(weight, WeightInGroups):
         return ["grouped", weight.bits, weight.group_size, is_reordered(weight), weight.is_mxfp4]
     return ["float"]
 

@@ -14,13 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.config import read_gguf_config
+from quire.models.checkpoints.gguf.file import STORED_AS
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.names import StoredLayout, published_parts, stored_layout
 from quire.models.checkpoints.quantized.description import (
-    IN_MXFP4,
-    StoredQuantization,
     describe_quantization,
 )
 from quire.models.checkpoints.quantized.memory_formats import (
@@ -38,18 +37,6 @@ from quire.models.families import FAMILIES
 from quire.models.reading import model_config
 from quire.models.wrappers import decoder_entries
 
-_GGML_TYPES: dict[str, StoredQuantization] = {
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), StoredQuantization("int4", 32)),
-    **dict.fromkeys(("Q2_K", "Q3_K"), StoredQuantization("int4", 16)),
-    **dict.fromkeys(
-        ("Q5_1", "Q5_K", "Q8_0", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
-        StoredQuantization("grouped_int8", 32),
-    ),
-    "MXFP4": IN_MXFP4,
-    "Q5_0": StoredQuantization("int6", 32),
-    "Q6_K": StoredQuantization("int6", 16),
-    **dict.fromkeys(("IQ2_XS", "IQ2_S"), StoredQuantization("grouped_int8", 16)),
-}
 _COMPARED_BYTES = 1 << 20  # bytes compared at a time, to stay in a CPU cache
 
 
@@ -82,7 +69,7 @@ def read_model_config(path: Path) -> ModelConfig:
         config = model_config(values)
     except ModelError as error:
         raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
-    return with_kinds(config, lambda source: _GGML_TYPES.get(type_of(source.name), FLOATS))
+    return with_kinds(config, lambda source: STORED_AS.get(type_of(source.name), FLOATS))
 
 
 def _as_tied_in_files(path: Path, config: ModelConfig) -> ModelConfig:

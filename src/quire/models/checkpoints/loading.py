@@ -265,7 +265,7 @@ class _Loader:
 
     def linears(self, field: str, matrices: Callable[[torch.Tensor], Iterable[torch.Tensor]]) -> list[Linear]:
         sources = self._specs[self.index, field].sources
-        rows = torch.cat([dequantize(part) for part in self._matrix(sources)])
+        rows = torch.cat([dequantize(part) for part in self._checkpoint.matrix(sources)])
         made = [self.kernels.linear([each], **self._how_held) for each in matrices(rows)]
         self._release(sources)
         return made

@@ -13,7 +13,7 @@ import torch
 
 from quire.kernels.layers.weights import INT4_ZERO, INT6_ZERO, MAX_ZERO, GroupedWeight, Weight, dequantize
 from quire.models.checkpoints.gguf.codebooks import codebook
-from quire.models.checkpoints.gguf.file import BLOCKS, type_name
+from quire.models.checkpoints.gguf.file import BLOCKS, STORED_AS, type_name
 
 _Decode = Callable[[torch.Tensor], Weight]
 _HALF_EXPONENT = 0x7C00  # of float16; all ones: infinite or NaN
@@ -41,7 +41,7 @@ class Kind:
 
     `unpack` makes of bytes [rows, blocks, block_bytes] the numbers [rows, blocks * block_size]. `steps`
     are the first and the end of its float16 numbers, each 2 bytes: d, and the unit of minima. `groups`: bits
-    and group size of what `decode` returns; None: kernels do not take these blocks themselves.
+    and group size of what `decode` returns; None: floating point.
     """
 
     name: str
@@ -338,13 +338,7 @@ def _q6_k(octets: torch.Tensor) -> Weight:
     return GroupedWeight(values, wide, torch.full_like(wide, INT6_ZERO), bits=6)
 
 
-_GROUPS = {
-    **dict.fromkeys(("Q2_K", "Q3_K"), (4, 16)),
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), (4, 32)),
-    "Q5_0": (6, 32),
-    "Q6_K": (6, 16),
-    **dict.fromkeys(("Q5_1", "Q8_0", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"), (8, 32)),
-}
+_BITS = {"int4": 4, "int6": 6, "grouped_int8": 8, "mxfp4": 8}
 _D = (0, 1)
 _D_AND_MIN = (0, 2)
 _UNPACK: dict[int, tuple[Callable[[torch.Tensor], Weight | Linear], tuple[int, int]]] = {
@@ -370,8 +364,15 @@ _UNPACK: dict[int, tuple[Callable[[torch.Tensor], Weight | Linear], tuple[int, i
     30: (_as_type(torch.bfloat16), (0, 0)),
     39: (_mxfp4, (0, 0)),
 }
+
+
+def _groups(name: str) -> tuple[int, int] | None:
+    stored = STORED_AS.get(name)
+    return None if stored is None else (_BITS[stored.kind], stored.group_size)
+
+
 KINDS = {
-    number: Kind(type_name(number), *BLOCKS[number], unpack, steps, _GROUPS.get(type_name(number)))
+    number: Kind(type_name(number), *BLOCKS[number], unpack, steps, _groups(type_name(number)))
     for number, (unpack, steps) in _UNPACK.items()
 }
 """By ggml's number."""

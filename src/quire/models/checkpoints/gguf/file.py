@@ -20,6 +20,7 @@ import numpy as np
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.architectures import architecture_of
 from quire.models.checkpoints.gguf.location import parts_of
+from quire.models.checkpoints.quantized.description import IN_MXFP4, StoredQuantization
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -76,6 +77,21 @@ _TYPE_NAMES = {
     **dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 24)),
     **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
 }
+
+
+STORED_AS = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), StoredQuantization("int4", 32)),
+    **dict.fromkeys(("Q2_K", "Q3_K"), StoredQuantization("int4", 16)),
+    **dict.fromkeys(
+        ("Q5_1", "Q5_K", "Q8_0", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+        StoredQuantization("grouped_int8", 32),
+    ),
+    "MXFP4": IN_MXFP4,
+    "Q5_0": StoredQuantization("int6", 32),
+    "Q6_K": StoredQuantization("int6", 16),
+    **dict.fromkeys(("IQ2_XS", "IQ2_S"), StoredQuantization("grouped_int8", 16)),
+}
+"""What matrices of the quantized types become in memory, by ggml's names."""
 
 
 def type_name(kind: int) -> str:
