@@ -7,38 +7,7 @@
 
 namespace quire::QUIRE_ISA {
 
-struct BlockSize {
-  int64_t numbers, bytes;
-};
-
-constexpr BlockSize size_of(GgmlBlock kind) {
-  switch (kind) {
-    case GgmlBlock::kNone: return {1, 1};
-    case GgmlBlock::kQ4_0: return {32, 18};
-    case GgmlBlock::kQ4_1: return {32, 20};
-    case GgmlBlock::kQ5_0: return {32, 22};
-    case GgmlBlock::kQ5_1: return {32, 24};
-    case GgmlBlock::kQ8_0: return {32, 34};
-    case GgmlBlock::kQ2_K: return {256, 84};
-    case GgmlBlock::kQ3_K: return {256, 110};
-    case GgmlBlock::kQ4_K: return {256, 144};
-    case GgmlBlock::kQ5_K: return {256, 176};
-    case GgmlBlock::kQ6_K: return {256, 210};
-    case GgmlBlock::kIQ4_NL: return {32, 18};
-    case GgmlBlock::kIQ4_XS: return {256, 136};
-    case GgmlBlock::kMXFP4: return {32, 17};
-  }
-  return {1, 1};
-}
-
-// Whether numbers are step * scale + least.
-constexpr bool has_least(GgmlBlock kind) {
-  return kind == GgmlBlock::kQ4_1 || kind == GgmlBlock::kQ5_1 || kind == GgmlBlock::kQ2_K || kind == GgmlBlock::kQ4_K ||
-         kind == GgmlBlock::kQ5_K;
-}
-
-constexpr uint8_t kMaxExponent = 252;  // of kMXFP4: 12 times the next power of two is infinite
-constexpr float kMaxZero = 60000.0f;   // zeros are held in float16
+constexpr float kMaxZero = 60000.0f;  // zeros are held in float16
 constexpr uint8_t kIq4Numbers[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // 128 more
 
 // What a row is taken apart into: a step in each byte, and what the steps of each group stand for.
@@ -146,130 +115,187 @@ inline void place_zeros(const UnpackedRow& row, int64_t num_groups, int64_t grou
   }
 }
 
-QUIRE_INLINE void unpack_q4_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  take_nibbles<16>(from + 2, row.steps + block * 32);
-  take_group(row, block, half_at(from), 8.0f);
-}
+// A kind of blocks: how many numbers one has in how many bytes, whether they are step * scale + least, and how to take one apart.
+struct Q4_0 {
+  static constexpr int64_t kNumbers = 32, kBytes = 18;
+  static constexpr bool kHasLeast = false;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    take_nibbles<16>(from + 2, row.steps + block * 32);
+    take_group(row, block, half_at(from), 8.0f);
+  }
+};
 
-QUIRE_INLINE void unpack_q4_1(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  take_nibbles<16>(from + 4, row.steps + block * 32);
-  take_group(row, block, half_at(from), half_at(from + 2));
-}
+struct Q4_1 {
+  static constexpr int64_t kNumbers = 32, kBytes = 20;
+  static constexpr bool kHasLeast = true;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    take_nibbles<16>(from + 4, row.steps + block * 32);
+    take_group(row, block, half_at(from), half_at(from + 2));
+  }
+};
 
 // 16 stands for 0 in the file, kInt6Zero in the steps.
-QUIRE_INLINE void unpack_q5_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  uint8_t* steps = row.steps + block * 32;
-  take_nibbles<16>(from + 6, steps);
-  add_fifth_bits(from + 2, steps);
-  store_bits(steps, load_bits<Bytes<32>>(steps) + (kInt6Zero - 16));
-  take_group(row, block, half_at(from), kInt6Zero);
-}
+struct Q5_0 {
+  static constexpr int64_t kNumbers = 32, kBytes = 22;
+  static constexpr bool kHasLeast = false;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    uint8_t* steps = row.steps + block * 32;
+    take_nibbles<16>(from + 6, steps);
+    add_fifth_bits(from + 2, steps);
+    store_bits(steps, load_bits<Bytes<32>>(steps) + (kInt6Zero - 16));
+    take_group(row, block, half_at(from), kInt6Zero);
+  }
+};
 
-QUIRE_INLINE void unpack_q5_1(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  take_nibbles<16>(from + 8, row.steps + block * 32);
-  add_fifth_bits(from + 4, row.steps + block * 32);
-  take_group(row, block, half_at(from), half_at(from + 2));
-}
+struct Q5_1 {
+  static constexpr int64_t kNumbers = 32, kBytes = 24;
+  static constexpr bool kHasLeast = true;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    take_nibbles<16>(from + 8, row.steps + block * 32);
+    add_fifth_bits(from + 4, row.steps + block * 32);
+    take_group(row, block, half_at(from), half_at(from + 2));
+  }
+};
 
-QUIRE_INLINE void unpack_q8_0(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  store_bits(row.steps + block * 32, load_bits<Bytes<32>>(from + 2) + 128);
-  take_group(row, block, half_at(from), 128.0f);
-}
+struct Q8_0 {
+  static constexpr int64_t kNumbers = 32, kBytes = 34;
+  static constexpr bool kHasLeast = false;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    store_bits(row.steps + block * 32, load_bits<Bytes<32>>(from + 2) + 128);
+    take_group(row, block, half_at(from), 128.0f);
+  }
+};
 
-QUIRE_INLINE void unpack_q2_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  take_crumbs(from + 16, row.steps + block * 256);
-  uint8_t parts[2][16];
-  take_nibbles<16>(from, parts[0]);
-  store(row.scales + block * 16, load(reinterpret_cast<const int8_t*>(parts[0])) * half_at(from + 80));
-  store(row.zeros + block * 16, -(load(reinterpret_cast<const int8_t*>(parts[1])) * half_at(from + 82)));
-}
+struct Q2_K {
+  static constexpr int64_t kNumbers = 256, kBytes = 84;
+  static constexpr bool kHasLeast = true;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    take_crumbs(from + 16, row.steps + block * 256);
+    uint8_t parts[2][16];
+    take_nibbles<16>(from, parts[0]);
+    store(row.scales + block * 16, load(reinterpret_cast<const int8_t*>(parts[0])) * half_at(from + 80));
+    store(row.zeros + block * 16, -(load(reinterpret_cast<const int8_t*>(parts[1])) * half_at(from + 82)));
+  }
+};
 
 // Third bits as the fifth ones of kQ5_K; 4 stands for 0. Scales have 6 bits, 32 is 0: the low 4 in 8 bytes, low halves first, the
 // others in 4 bytes, two bits after two.
-QUIRE_INLINE void unpack_q3_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  uint8_t* steps = row.steps + block * 256;
-  take_crumbs(from + 32, steps);
-  add_bits(from, 2, steps);
-  int8_t scales[16];
-  for (int i = 0; i < 16; ++i) {
-    const int low = from[96 + i % 8] >> (i / 8 * 4) & 15, high = from[104 + i % 4] >> (i / 4 * 2) & 3;
-    scales[i] = static_cast<int8_t>((low | high << 4) - 32);
-  }
-  store(row.scales + block * 16, load(scales) * half_at(from + 108));
-  store(row.zeros + block * 16, splat(4.0f));
-}
-
-QUIRE_INLINE void unpack_q4_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  for (int i = 0; i < 4; ++i) take_nibbles<32>(from + 16 + i * 32, row.steps + block * 256 + i * 64);
-  take_scales_of_8(from, row, block * 8);
-}
-
-QUIRE_INLINE void unpack_q5_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  uint8_t* steps = row.steps + block * 256;
-  for (int i = 0; i < 4; ++i) take_nibbles<32>(from + 48 + i * 32, steps + i * 64);
-  add_bits(from + 16, 4, steps);
-  take_scales_of_8(from, row, block * 8);
-}
-
-QUIRE_INLINE void unpack_q6_k(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  for (int half = 0; half < 2; ++half) {
-    uint8_t* steps = row.steps + block * 256 + half * 128;
-    take_nibbles<64>(from + half * 64, steps);
-    const auto high = load_bits<Bytes<32>>(from + 128 + half * 32);
-    for (int part = 0; part < 4; ++part) {
-      uint8_t* to = steps + part * 32;
-      store_bits(to, load_bits<Bytes<32>>(to) | (high >> (2 * part) & 3) << 4);
+struct Q3_K {
+  static constexpr int64_t kNumbers = 256, kBytes = 110;
+  static constexpr bool kHasLeast = false;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    uint8_t* steps = row.steps + block * 256;
+    take_crumbs(from + 32, steps);
+    add_bits(from, 2, steps);
+    int8_t scales[16];
+    for (int i = 0; i < 16; ++i) {
+      const int low = from[96 + i % 8] >> (i / 8 * 4) & 15, high = from[104 + i % 4] >> (i / 4 * 2) & 3;
+      scales[i] = static_cast<int8_t>((low | high << 4) - 32);
     }
+    store(row.scales + block * 16, load(scales) * half_at(from + 108));
+    store(row.zeros + block * 16, splat(4.0f));
   }
-  store(row.scales + block * 16, load(reinterpret_cast<const int8_t*>(from + 192)) * half_at(from + 208));
-  store(row.zeros + block * 16, splat(kInt6Zero));
-}
+};
 
-QUIRE_INLINE void unpack_iq4_nl(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  uint8_t* steps = row.steps + block * 32;
-  take_nibbles<16>(from + 2, steps);
-  look_up(steps);
-  take_group(row, block, half_at(from), 128.0f);
-}
+struct Q4_K {
+  static constexpr int64_t kNumbers = 256, kBytes = 144;
+  static constexpr bool kHasLeast = true;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    for (int i = 0; i < 4; ++i) take_nibbles<32>(from + 16 + i * 32, row.steps + block * 256 + i * 64);
+    take_scales_of_8(from, row, block * 8);
+  }
+};
+
+struct Q5_K {
+  static constexpr int64_t kNumbers = 256, kBytes = 176;
+  static constexpr bool kHasLeast = true;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    uint8_t* steps = row.steps + block * 256;
+    for (int i = 0; i < 4; ++i) take_nibbles<32>(from + 48 + i * 32, steps + i * 64);
+    add_bits(from + 16, 4, steps);
+    take_scales_of_8(from, row, block * 8);
+  }
+};
+
+struct Q6_K {
+  static constexpr int64_t kNumbers = 256, kBytes = 210;
+  static constexpr bool kHasLeast = false;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    for (int half = 0; half < 2; ++half) {
+      uint8_t* steps = row.steps + block * 256 + half * 128;
+      take_nibbles<64>(from + half * 64, steps);
+      const auto high = load_bits<Bytes<32>>(from + 128 + half * 32);
+      for (int part = 0; part < 4; ++part) {
+        uint8_t* to = steps + part * 32;
+        store_bits(to, load_bits<Bytes<32>>(to) | (high >> (2 * part) & 3) << 4);
+      }
+    }
+    store(row.scales + block * 16, load(reinterpret_cast<const int8_t*>(from + 192)) * half_at(from + 208));
+    store(row.zeros + block * 16, splat(kInt6Zero));
+  }
+};
+
+struct IQ4_NL {
+  static constexpr int64_t kNumbers = 32, kBytes = 18;
+  static constexpr bool kHasLeast = false;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    uint8_t* steps = row.steps + block * 32;
+    take_nibbles<16>(from + 2, steps);
+    look_up(steps);
+    take_group(row, block, half_at(from), 128.0f);
+  }
+};
 
 // The scales have 6 bits, 32 is 0: the high ones in 2 bytes, then the low ones in 4.
-QUIRE_INLINE void unpack_iq4_xs(const uint8_t* from, const UnpackedRow& row, int64_t block) {
-  const float unit = half_at(from);
-  for (int i = 0; i < 8; ++i) {
-    uint8_t* steps = row.steps + block * 256 + i * 32;
-    take_nibbles<16>(from + 8 + i * 16, steps);
-    look_up(steps);
-    const int low = from[4 + i / 2] >> (i % 2 * 4) & 15, high = from[2 + i / 4] >> (i % 4 * 2) & 3;
-    take_group(row, block * 8 + i, unit * static_cast<float>((low | high << 4) - 32), 128.0f);
+struct IQ4_XS {
+  static constexpr int64_t kNumbers = 256, kBytes = 136;
+  static constexpr bool kHasLeast = false;
+  static QUIRE_INLINE void unpack(const uint8_t* from, const UnpackedRow& row, int64_t block) {
+    const float unit = half_at(from);
+    for (int i = 0; i < 8; ++i) {
+      uint8_t* steps = row.steps + block * 256 + i * 32;
+      take_nibbles<16>(from + 8 + i * 16, steps);
+      look_up(steps);
+      const int low = from[4 + i / 2] >> (i % 2 * 4) & 15, high = from[2 + i / 4] >> (i % 4 * 2) & 3;
+      take_group(row, block * 8 + i, unit * static_cast<float>((low | high << 4) - 32), 128.0f);
+    }
   }
+};
+
+// Has codes in place of steps.
+struct MXFP4 {
+  static constexpr int64_t kNumbers = 32, kBytes = 17;
+  static constexpr uint8_t kMaxExponent = 252;  // 12 times the next power of two is infinite
+};
+
+// A row of blocks of one kind: compilers vectorize little of a loop over all kinds.
+template <class Block>
+__attribute__((noinline)) void unpack_row(const uint8_t* rows, int64_t number, const PackedWeight& weight,
+                                          const UnpackedRow& to) {
+  const int64_t num_blocks = weight.in_features / Block::kNumbers;
+  const uint8_t* row = rows + number * num_blocks * Block::kBytes;
+  for (int64_t block = 0; block < num_blocks; ++block) Block::unpack(row + block * Block::kBytes, to, block);
+  if (Block::kHasLeast) place_zeros(to, weight.num_groups(), weight.group_size);
 }
 
-// One kind at a time: compilers vectorize little of a loop over all of them.
-template <void (*kUnpack)(const uint8_t*, const UnpackedRow&, int64_t)>
-__attribute__((noinline)) void unpack_each(const uint8_t* from, int64_t num_blocks, int64_t bytes, const UnpackedRow& row) {
-  for (int64_t block = 0; block < num_blocks; ++block) kUnpack(from + block * bytes, row, block);
-}
-
-// All kinds but kMXFP4, which has codes in place of steps.
-inline void unpack_blocks(GgmlBlock kind, const uint8_t* from, int64_t num_blocks, int64_t group_size, const UnpackedRow& row) {
-  const BlockSize size = size_of(kind);
+// All kinds but MXFP4.
+inline void unpack_row(GgmlBlock kind, const uint8_t* rows, int64_t number, const PackedWeight& weight, const UnpackedRow& to) {
   switch (kind) {
-    case GgmlBlock::kQ4_0: unpack_each<unpack_q4_0>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ4_1: unpack_each<unpack_q4_1>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ5_0: unpack_each<unpack_q5_0>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ5_1: unpack_each<unpack_q5_1>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ8_0: unpack_each<unpack_q8_0>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ2_K: unpack_each<unpack_q2_k>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ3_K: unpack_each<unpack_q3_k>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ4_K: unpack_each<unpack_q4_k>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ5_K: unpack_each<unpack_q5_k>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kQ6_K: unpack_each<unpack_q6_k>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kIQ4_NL: unpack_each<unpack_iq4_nl>(from, num_blocks, size.bytes, row); break;
-    case GgmlBlock::kIQ4_XS: unpack_each<unpack_iq4_xs>(from, num_blocks, size.bytes, row); break;
+    case GgmlBlock::kQ4_0: return unpack_row<Q4_0>(rows, number, weight, to);
+    case GgmlBlock::kQ4_1: return unpack_row<Q4_1>(rows, number, weight, to);
+    case GgmlBlock::kQ5_0: return unpack_row<Q5_0>(rows, number, weight, to);
+    case GgmlBlock::kQ5_1: return unpack_row<Q5_1>(rows, number, weight, to);
+    case GgmlBlock::kQ8_0: return unpack_row<Q8_0>(rows, number, weight, to);
+    case GgmlBlock::kQ2_K: return unpack_row<Q2_K>(rows, number, weight, to);
+    case GgmlBlock::kQ3_K: return unpack_row<Q3_K>(rows, number, weight, to);
+    case GgmlBlock::kQ4_K: return unpack_row<Q4_K>(rows, number, weight, to);
+    case GgmlBlock::kQ5_K: return unpack_row<Q5_K>(rows, number, weight, to);
+    case GgmlBlock::kQ6_K: return unpack_row<Q6_K>(rows, number, weight, to);
+    case GgmlBlock::kIQ4_NL: return unpack_row<IQ4_NL>(rows, number, weight, to);
+    case GgmlBlock::kIQ4_XS: return unpack_row<IQ4_XS>(rows, number, weight, to);
     case GgmlBlock::kNone:
-    case GgmlBlock::kMXFP4: break;
+    case GgmlBlock::kMXFP4: return;
   }
-  if (has_least(kind)) place_zeros(row, num_blocks * size.numbers / group_size, group_size);
 }
 
 }  // namespace quire::QUIRE_ISA

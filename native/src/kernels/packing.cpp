@@ -310,9 +310,7 @@ const uint8_t* grouped_row(const PackedWeight& weight, const WeightSource& sourc
   }
   const auto* octets = static_cast<const uint8_t*>(source.rows);
   if (source.block != GgmlBlock::kNone) {
-    const BlockSize size = size_of(source.block);
-    const int64_t num_blocks = weight.in_features / size.numbers;
-    unpack_blocks(source.block, octets + row * num_blocks * size.bytes, num_blocks, weight.group_size, memory);
+    unpack_row(source.block, octets, row, weight, memory);
     return memory.steps;
   }
   std::memcpy(memory.scales, source.scales + row * num_groups, num_groups * sizeof(float));
@@ -344,12 +342,12 @@ bool float4_row(const Column& column, const WeightSource& source, int64_t row, u
     uint8_t* of_group = codes + group * weight.group_size;
     uint8_t exponent;
     if (source.block == GgmlBlock::kMXFP4) {
-      const uint8_t* block = octets + place * size_of(source.block).bytes;
+      const uint8_t* block = octets + place * MXFP4::kBytes;
       take_nibbles<16>(block + 1, of_group);
       const auto found = load_bits<Bytes<32>>(of_group);
       store_bits(of_group, select(found == broadcast<Bytes<32>>(8), Bytes<32>{}, found));  // there is no less than 0
       exponent = block[0];
-      is_finite &= exponent <= kMaxExponent;
+      is_finite &= exponent <= MXFP4::kMaxExponent;
     } else {
       const int offset = 128 - static_cast<int>(source.zeros[place]);
       for (int64_t i = 0; i < weight.group_size; ++i) {
