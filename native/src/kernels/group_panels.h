@@ -12,6 +12,8 @@ constexpr int kGroupHeader = kPanelColumns * 4;  // bytes of a group's scales an
 // Where a panel has the parts of a group, and what its sums of products become: scale * (sum - zero * sum of the inputs), of half
 // the columns of a panel.
 struct WholeGroup {
+  static constexpr int kCommonZero = 0;  // each has its own
+
   const char* start;
   const char* weights;
 
@@ -33,6 +35,7 @@ struct WholeGroup {
 constexpr int kInt6Zero = 32;
 
 struct Int6Group {
+  static constexpr int kCommonZero = kInt6Zero;
   static constexpr int kHeader = kPanelColumns * 2;  // bytes of a group's scales
 
   const char* start;
@@ -60,6 +63,8 @@ QUIRE_INLINE void unpack_int6(const char* at, u32x16 (&fours)[4]) {
 // kZero: what stands for 0 in a kernel, which multiplies kSteps times the weights.
 template <int kZero, int kSteps>
 struct Float4Group {
+  static constexpr int kCommonZero = kZero;
+
   const char* exponents;
   const char* weights;
 

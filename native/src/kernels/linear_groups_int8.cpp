@@ -135,9 +135,9 @@ struct Int6Lines {
 
 // The rows of a call in int8, the scale of each, and the sums of their groups.
 struct Rows {
-  const int8_t* numbers;    // [num_rows, row_stride]
-  const float* scales;      // [num_rows]
-  const float* group_sums;  // [num_rows, num_groups], whole numbers
+  const int8_t* numbers;      // [num_rows, row_stride]
+  const float* scales;        // [num_rows]
+  const int32_t* group_sums;  // [num_rows, num_groups], times -kCommonZero; floats if there is none
   int64_t row_stride;
   int64_t num_groups;
 };
@@ -212,29 +212,35 @@ QUIRE_INLINE void add_group(i32x16 (&sums)[R][2], const int8_t* inputs, int64_t 
   }
 }
 
-// R rows times one panel, without the scales of the rows and the units. Sums of a group are exact; its scale and zero come in once
-// for each row and column.
+// R rows times one panel, without the scales of the rows and the units. Sums of a group are exact; its scale and, if groups have
+// zeros of their own, its zero come in once for each row and column.
 template <class Lines, int R>
 void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, const PackedWeight& weight, const char* panel) {
+  constexpr bool kHasCommonZero = Lines::Group::kCommonZero != 0;
   f32x16 own[R][2] = {};
   for (int64_t group = 0; group < rows.num_groups; ++group) {
     const int8_t* inputs = rows.numbers + first_row * rows.row_stride + group * weight.group_size;
+    const int32_t* group_sums = rows.group_sums + first_row * rows.num_groups + group;
     const typename Lines::Group parts(weight, panel, group);
     parts.prefetch_scales();
     i32x16 sums[R][2];
 #pragma GCC unroll 12
-    for (int row = 0; row < R; ++row) sums[row][0] = sums[row][1] = i32x16{};
+    for (int row = 0; row < R; ++row) {
+      sums[row][0] = sums[row][1] = kHasCommonZero ? broadcast<i32x16>(group_sums[row * rows.num_groups]) : i32x16{};
+    }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half += kHalvesTogether) {
       add_group<Lines, R>(sums, inputs, rows.row_stride, weight.group_size / Lines::kInputs, parts.weights, half);
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const f32x16 scale = parts.scale(half), zero = parts.zero(half);
+      const f32x16 scale = parts.scale(half);
+      [[maybe_unused]] const f32x16 zero = parts.zero(half);
 #pragma GCC unroll 12
       for (int row = 0; row < R; ++row) {
-        const float group_sum = rows.group_sums[(first_row + row) * rows.num_groups + group];
-        own[row][half] += scale * (convert<f32x16>(sums[row][half]) - zero * group_sum);
+        f32x16 sum = convert<f32x16>(sums[row][half]);
+        if constexpr (!kHasCommonZero) sum -= zero * bits_as<float>(group_sums[row * rows.num_groups]);
+        own[row][half] += scale * sum;
       }
     }
   }
@@ -272,21 +278,22 @@ Rows quantize_rows(const LinearCall& call, ThreadPool& pool) {
   const int64_t num_groups = weight.num_groups();
   int8_t* numbers = reinterpret_cast<int8_t*>(call.scratch + scratch.rows);
   float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
-  float* group_sums = scales + call.num_rows;
+  int32_t* group_sums = reinterpret_cast<int32_t*>(scales + call.num_rows);
   const auto prepare = [&](int64_t from, int64_t row) {
     int8_t* to = numbers + row * scratch.row_bytes;
     scales[row] = quantize_row<0>(call, from, to, weight.in_features);
     for (int64_t group = 0; group < num_groups; ++group) {
       int32_t sum = 0;
       for (int64_t i = 0; i < weight.group_size; ++i) sum += to[group * weight.group_size + i];
-      group_sums[row * num_groups + group] = static_cast<float>(sum);
+      constexpr int kZero = Lines::Group::kCommonZero;
+      group_sums[row * num_groups + group] = kZero != 0 ? -kZero * sum : bits_as<int32_t>(static_cast<float>(sum));
     }
     put_in_order<Lines>(to, weight.in_features);
   };
   prepare_rows(call, pool, prepare, [&](int64_t row, int64_t other) {
     std::memcpy(numbers + other * scratch.row_bytes, numbers + row * scratch.row_bytes, weight.in_features);
     scales[other] = scales[row];
-    std::memcpy(group_sums + other * num_groups, group_sums + row * num_groups, num_groups * sizeof(float));
+    std::memcpy(group_sums + other * num_groups, group_sums + row * num_groups, num_groups * sizeof(int32_t));
   });
   return {numbers, scales, group_sums, scratch.row_bytes, num_groups};
 }
