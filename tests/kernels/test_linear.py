@@ -10,7 +10,7 @@ from native_settings import on_instruction_sets, threads
 from pairwise import pairwise
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.kernel_set import NativeKernels
-from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
+from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear, PackedMatrix
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.devices.torch_internals import has_onednn_bfloat16
 from quire.kernels.layers.linear import FloatLinear, Linear, OneDnnLinear
@@ -203,16 +203,42 @@ def test_int4_times_bfloat16(
     _assert_rows_keep_their_bits(linear, rows)
 
 
-def test_packing_quantizes_like_the_reference(instruction_set: str) -> None:
-    weight = _random(100, 256, seed=3)
-    identity = torch.eye(256)
-    for quantization, quantized in (("int8", quantize_int8(weight)), ("int4", quantize_int4(weight, 128))):
-        linear = PackedLinear([weight], dtype=torch.float32, quantization=quantization)
+@pytest.mark.parametrize("inputs", [256, 192])
+def test_packing_quantizes_like_the_reference(instruction_set: str, inputs: int) -> None:
+    weight = _random(100, inputs, seed=3)
+    identity = torch.eye(inputs)
+    group_size = 128 if inputs == 256 else 64
+    for quantization, quantized, num_steps in (
+        ("int8", dequantize(quantize_int8(weight)), 127),
+        ("int6", _in_6_bits(weight, group_size), 31),
+        ("int4", dequantize(quantize_int4(weight, group_size)), 8),
+    ):
+        linear = PackedLinear([weight], dtype=torch.float32, quantization=quantization, group_size=group_size)
         # A row of the identity shows a column of the weights; of its own steps int8 makes exactly 127.
-        difference = (linear(identity).t() - dequantize(quantized)).abs()
-        step = weight.abs().max() / (127 if quantization == "int8" else 8)
+        difference = (linear(identity).t() - quantized).abs()
         assert (difference > 1e-5).float().mean() < 1e-3  # numbers just between two steps
-        assert difference.max() <= step * 1.01
+        assert difference.max() <= weight.abs().max() / num_steps * 1.01
+
+
+def _in_6_bits(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Round to multiples of a 31st of the largest magnitude of a group."""
+    groups = weight.reshape(len(weight), -1, group_size)
+    scales = as_held(groups.abs().amax(dim=2) / 31).unsqueeze(2)
+    return ((groups / scales).round().clamp(-32, 31) * scales).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "group_size"), [(384, "int6", 128), (48, "int6", 16), (40, "int8", 0)]
+)
+def test_6_bits_are_in_the_largest_groups_that_fit(inputs: int, kind: str, group_size: int) -> None:
+    matrix = PackedMatrix([_random(40, inputs)], dtype=torch.float32, quantization="int6", group_size=32)
+    assert matrix.layout == (_native.WeightFormat[kind].value, 40, inputs, group_size)
+
+
+def test_6_bits_are_not_for_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, bits in (("avx2", 6), ("avx512bf16", 6), ("amx", 8)):
+        monkeypatch.setattr(_native, "instruction_set", lambda name=name: name)
+        assert NativeKernels().output_bits == bits
 
 
 KINDS = ["float", "int8", "int4", "int6", "grouped_int8", "mxfp4"]

@@ -278,13 +278,16 @@ void take_steps(GroupRange range, const float* weights, int64_t count, uint8_t* 
 // The steps that are nearest to a row in floating point, with scales and zeros as they are stored.
 void quantize_row(const PackedWeight& weight, const WeightSource& source, int64_t row, const GroupMemory& to) {
   const bool is_int6 = weight.format == WeightFormat::kInt6;
-  const int64_t group_size = weight.group_size, num_groups = weight.num_groups(), start = row * weight.in_features;
+  const int64_t group_size = weight.group_size, num_groups = weight.num_groups();
   for (int64_t input = 0; input < weight.in_features; input += kLanes) {
-    store(to.weights + input, load_weights(source, start + input, weight.in_features - input));
+    store(to.weights + input, load_weights(source, row * weight.in_features + input, weight.in_features - input));
   }
+  WeightSource weights{};
+  weights.rows = to.weights;
+  weights.type = DType::kFloat32;
   for (int64_t group = 0; group < num_groups; ++group) {
     if (is_int6) {
-      to.scales[group] = largest_magnitude(source, start + group * group_size, group_size) / 31.0f;
+      to.scales[group] = largest_magnitude(weights, group * group_size, group_size) / 31.0f;
       to.zeros[group] = kInt6Zero;
       continue;
     }

@@ -67,6 +67,11 @@ class KernelSet(ABC):
         return None
 
     @property
+    def output_bits(self) -> int:
+        """Of the output layer of a model in int4 with activations in int8: 6 or 8."""
+        return 8
+
+    @property
     @abstractmethod
     def weight_layout(self) -> str | None:
         """Identifies the layout of packed layers, beside their options; None: layers are not packed."""
@@ -106,9 +111,9 @@ class KernelSet(ABC):
                 in their own order.
             bias: [out_features], any floating-point type.
             dtype: of the weights, if they are not quantized.
-            quantization: what to make of weights in floating point: none, int8, int4, or fp8 where there is
-                float8. Quantized ones stay as they are if `quantization` names another kind; those in
-                float8 are floating point where there is none.
+            quantization: what to make of weights in floating point: none, int8, int4, int6, which is int8
+                unless `output_bits` are 6, or fp8 where there is float8. Quantized ones stay as they are if
+                `quantization` names another kind; those in float8 are floating point where there is none.
             group_size: inputs that share a scale, for int4.
             int4_activations: what rows are made for int4: int8, each with a scale, or bfloat16.
             memory: where weights go; None: memory of the layer's own.

@@ -148,6 +148,7 @@ def weight_bytes(
     group_size: int,
     *,
     is_native: bool = True,
+    output_bits: int = 8,
     has_float8: bool = False,
     on_gpu: bool = False,
     shard: Shard = WHOLE,
@@ -163,11 +164,12 @@ def weight_bytes(
     Args:
         config: the whole model's numbers.
         dtype: of what is not quantized.
-        quantization: none, int8, int4 or fp8; the output layer is in int8 instead of int4, and never in fp8.
+        quantization: none, int8, int4 or fp8; the output layer is never in fp8.
             Matrices that are stored quantized stay as they are.
         group_size: inputs that share a scale and a zero, for int4.
         is_native: held by native kernels; the reference holds groups as the float32 numbers that they stand
             for.
+        output_bits: of the output layer instead of 4.
         has_float8: held by kernels that compute with float8; others hold it in `dtype`, or quantized.
         on_gpu: held in a GPU's memory, where no file is mapped and no row decoded when it is looked up.
         shard: the part of the model that is held.
@@ -185,7 +187,8 @@ def weight_bytes(
         if spec.is_quantized:
             wanted = quantization, group_size
         elif spec.field in ("embedding", "output"):
-            wanted = output_quantization(quantization), group_size
+            inputs = spec.sources[0].held_shape[1]
+            wanted = output_quantization(quantization, output_bits), kernel_group(inputs) or group_size
         if spec.field in ("embedding", per_layer.EMBEDDING):
             total += _looked_up_bytes(spec, config, dtype, on_gpu=on_gpu)
             is_output = config.tie_word_embeddings and config.pooling is None
@@ -298,12 +301,12 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *,
     return rows * (inputs + 8)  # scale and sum
 
 
-def output_quantization(quantization: str) -> str:
+def output_quantization(quantization: str, bits: int) -> str:
     """Return the quantization of the output layer: it decides between tokens, and 4 bits are too few.
 
-    So are the 4 significant bits of float8.
+    So are the 4 significant bits of float8. `bits` are those in place of 4.
     """
-    return {"int4": "int8", "fp8": "none"}.get(quantization, quantization)
+    return {"int4": f"int{bits}", "fp8": "none"}.get(quantization, quantization)
 
 
 def _spec(

@@ -19,6 +19,7 @@ from paged_harness import generate, random_prompts
 from quire.config import EngineConfig
 from quire.engine.memory.plan import plan_memory
 from quire.errors import ConfigError, ModelError
+from quire.kernels import native_output_bits
 from quire.kernels.layers.weights import Float8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
@@ -274,7 +275,7 @@ def test_the_memory_plan_counts_what_is_held(kind: Kind, tmp_path: Path) -> None
             EngineConfig(device="cpu", quantization=quantization, quantization_group_size=64), config
         )
         assert (plan.weight_bytes, plan.quantization) == (
-            weight_bytes(config, config.dtype, quantization, 64),
+            weight_bytes(config, config.dtype, quantization, 64, output_bits=native_output_bits()),
             quantization,
         )
     in_triton = plan_memory(EngineConfig(device="cpu", kernels="triton"), config)

@@ -8,13 +8,15 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
+from quire.config import EngineConfig
+from quire.engine.memory.model_sizes import output_bits
 from quire.errors import ConfigError, ModelError
 from quire.kernels.layers.linear import GroupedLinear, Linear
 from quire.models import weights
@@ -280,18 +282,29 @@ def test_progress_does_not_count_the_weights_again_for_each_matrix(
 @pytest.mark.first_case
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("quantization", "activations"),
+    [("none", "int8"), ("int8", "int8"), ("int4", "int8"), ("int4", "bfloat16")],
+)
 def test_the_memory_that_the_weights_take_is_what_is_planned(
-    stored: str, is_tied: bool, quantization: str, tmp_path: Path, packed_bytes: list[int]
+    stored: str,
+    is_tied: bool,
+    quantization: str,
+    activations: Literal["int8", "bfloat16"],
+    tmp_path: Path,
+    packed_bytes: list[int],
 ) -> None:
     # Of the feed-forward layer's inputs, groups of 32 divide those of gate and up only.
     sizes = {"hidden_size": 256, "intermediate_size": 528, "tie_word_embeddings": is_tied}
     path = make_checkpoint("qwen3", tmp_path, dtype=stored, **sizes)
     config = read_model_config(path)
-    options = WeightOptions("bfloat16", quantization=quantization, group_size=32, kernels="native")
+    options = WeightOptions(
+        "bfloat16", quantization=quantization, group_size=32, int4_activations=activations, kernels="native"
+    )
     decoder = load_decoder(path, config, options=options)
     embedding = 0 if is_tied and stored == "bfloat16" else _vectors(decoder).nbytes  # mapped, and seldom read
-    planned = weight_bytes(config, "bfloat16", quantization, 32)
+    bits = output_bits(EngineConfig(kernels="native", int4_activations=activations))
+    planned = weight_bytes(config, "bfloat16", quantization, 32, output_bits=bits)
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 

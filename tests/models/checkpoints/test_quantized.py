@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ConfigError, ModelError
+from quire.kernels import native_output_bits
 from quire.kernels.layers.act_order import ReorderedLinear
 from quire.kernels.layers.weights import GroupedWeight, Int8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
@@ -244,7 +245,7 @@ def test_groups_that_kernels_do_not_have_are_planned_as_they_are_held(
     config = read_model_config(path)
     options = WeightOptions("bfloat16", quantization, group_size=64, kernels="native")
     embedding = len(load_decoder(path, config, options=options).embedding) * config.hidden_size * 2
-    planned = weight_bytes(config, "bfloat16", quantization, 64)
+    planned = weight_bytes(config, "bfloat16", quantization, 64, output_bits=native_output_bits())
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 
@@ -272,7 +273,7 @@ def test_what_is_not_quantized_is_planned_as_it_is_held(
     assert config.stored_quantization != "none"
     options = WeightOptions("bfloat16", quantization, group_size=64, kernels="native")
     embedding = len(load_decoder(path, config, options=options).embedding) * config.hidden_size * 2
-    planned = weight_bytes(config, "bfloat16", quantization, 64)
+    planned = weight_bytes(config, "bfloat16", quantization, 64, output_bits=native_output_bits())
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.02)
 
 

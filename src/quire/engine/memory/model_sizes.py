@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
-from quire.kernels import has_native_kernels
+from quire.kernels import has_native_kernels, native_output_bits
 from quire.kv.cache.page_layout import FEATURE_MULTIPLES, KVLayerSpec
 from quire.models.shard import Shard
 from quire.models.weights import count_parameters, weight_bytes
@@ -80,6 +80,7 @@ def model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> Mod
                 config.quantization,
                 config.quantization_group_size,
                 is_native=has_native(config),
+                output_bits=output_bits(config),
                 has_float8=has_float8(config),
                 on_gpu=config.device == "cuda",
                 shard=shard,
@@ -92,6 +93,12 @@ def model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> Mod
 def has_native(config: EngineConfig) -> bool:
     """Return whether the kernels in C++ compute."""
     return config.kernels in ("auto", "native") and has_native_kernels()
+
+
+def output_bits(config: EngineConfig) -> int:
+    """Return the bits of the output layer of a model in int4."""
+    has_int8_rows = config.int4_activations == "int8"
+    return native_output_bits() if has_native(config) and has_int8_rows else 8
 
 
 def has_float8(config: EngineConfig) -> bool:

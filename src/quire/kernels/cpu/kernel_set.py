@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from quire.kernels import native_output_bits
 from quire.kernels.arrays import Float64Array
 from quire.kernels.attention.batch import AttentionBatch, check_distance_bias
 from quire.kernels.attention.kv_layer import KVLayer
@@ -83,6 +84,11 @@ class NativeKernels(KernelSet):
     @override
     def capture(self) -> Capture:
         return NativePrograms().capture
+
+    @property
+    @override
+    def output_bits(self) -> int:
+        return native_output_bits()
 
     @property
     @override

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import override
 
-from quire.kernels.bounds import MIN_SHORTLISTED_BYTES
+from quire.kernels.bounds import MIN_SHORTLISTED_BYTES, kernel_group
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.programs import refuse_recording
 from quire.kernels.cpu.tensors import (
@@ -46,7 +46,7 @@ GATED_COLUMNS = 16  # of gates, and then of what they are multiplied with, in a 
 _PANEL_ROWS = 2 * GATED_COLUMNS
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_KINDS = ("none", "int8", "int4", "grouped_int8")  # of floats
+_KINDS = ("none", "int8", "int4", "int6", "grouped_int8")  # of floats
 _IN_GROUPS = ("int4", "int6", "grouped_int8", "mxfp4")
 BLOCK_KINDS = frozenset(_native.GgmlBlock.__members__)
 _GROUP_MULTIPLE = 16  # of inputs that share a scale, see native/src/linear.h
@@ -92,7 +92,8 @@ class PackedMatrix:
                 f"a layer is to be {dtype} and quantized by {quantization!r}; types are float32, bfloat16 "
                 f"and float16, quantizations {', '.join(_KINDS)}"
             )
-        group_size = _checked_group_size(parts, group_size) if kind in _IN_GROUPS else 0
+        wanted_size = kernel_group(inputs) if quantization == "int6" else group_size
+        group_size = _checked_group_size(parts, wanted_size) if kind in _IN_GROUPS else 0
         sources = [_as_source(part, kind, group_size) for part in parts]
         weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
         outputs = sum(num_rows(part) for part in parts)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
+from quire.kernels.bounds import kernel_group
 from quire.kernels.devices.torch_internals import int8_product, linear_pointwise, reorder_linear_weight
 from quire.kernels.layers.weights import (
     Float8Weight,
@@ -200,7 +201,7 @@ def quantization_of(
 
     Parts in groups stay so, in 8 bits unless all have 4, or all 6 or MXFP4 and kernels have that. Other
     parts of different kinds become floats first, and so do parts in float8 where kernels do not have it. A
-    matrix whose inputs are not whole groups is held in int8 instead of int4.
+    matrix whose inputs are not whole groups is held in int8 instead of int4 or int6.
 
     Raises:
         ValueError: float8 is wanted of kernels that do not have it.
@@ -216,6 +217,8 @@ def quantization_of(
     bits = {part.bits if isinstance(part, WeightInGroups) else 0 for part in parts}
     if 0 not in bits:
         return "int4" if bits == {4} else "int6" if bits == {6} and has_int6 else "grouped_int8"
+    if wanted == "int6":
+        return "int6" if has_int6 and kernel_group(in_features(parts[0])) else "int8"
     return "int8" if wanted == "int4" and in_features(parts[0]) % group_size else wanted
 
 

@@ -28,7 +28,7 @@ from quire.models.checkpoints.safetensors import weight_files
 
 logger = logging.getLogger(__name__)
 
-PACKING_VERSION = 10  # goes up with every change of the packed layout or of the numbers in it
+PACKING_VERSION = 11  # goes up with every change of the packed layout or of the numbers in it
 
 AUTO = "auto"
 MIN_PARAMETERS = 1_000_000_000  # packing them takes a second or more
