@@ -10,7 +10,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kNumShares = 3;
-constexpr float kRangeShares[kNumShares] = {1.0f, 0.9f, 0.8f};  // of a group's range that 16 steps may span
+constexpr float kRangeShares[kNumShares] = {1.0f, 0.9f, 0.8f};  // of a group's range that 16 steps may span: first all
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even, in the low bits
 
 QUIRE_INLINE f32x16 load_weights(const WeightSource& source, int64_t place, int64_t count) {
@@ -192,11 +192,15 @@ struct GroupRange {
   float scale, zero;
   float last = 15.0f;
 
-  QUIRE_INLINE f32x16 steps_of(f32x16 weights) const {
-    const f32x16 steps = weights * (scale > 0.0f ? 1.0f / scale : 0.0f) + zero;
-    return minimum(maximum(steps, f32x16{}), splat(last)) + kRound;  // rounded, in the low bits
+  QUIRE_INLINE f32x16 places_of(f32x16 weights) const { return weights * (scale > 0.0f ? 1.0f / scale : 0.0f) + zero; }
+  QUIRE_INLINE f32x16 within(f32x16 places) const { return minimum(maximum(places, f32x16{}), splat(last)); }
+  // Rounded, in the low bits.
+  QUIRE_INLINE f32x16 steps_of(f32x16 weights) const { return within(places_of(weights)) + kRound; }
+  // In steps. Of the whole range of a group, no weight is cut off.
+  QUIRE_INLINE f32x16 errors_of(f32x16 weights, bool is_whole) const {
+    const f32x16 places = places_of(weights);
+    return (is_whole ? places : within(places)) + kRound - kRound - places;
   }
-  QUIRE_INLINE f32x16 errors_of(f32x16 weights) const { return (steps_of(weights) - kRound - zero) * scale - weights; }
 };
 
 // The sixteen steps over a group's weights and 0, or over less, with the outermost weights cut off: whichever has the least squared
@@ -210,24 +214,24 @@ GroupRange best_range(const float* weights, int64_t count) {
     unsound += values * 0.0f;
   }
   const float low = -max_of_lanes(-lowest), high = max_of_lanes(highest);
-  GroupRange best = {(high - low) / 15.0f + sum_of_lanes(unsound), 0.0f};
-  GroupRange ranges[kNumShares];
+  const float scale = (high - low) / 15.0f + sum_of_lanes(unsound);
+  if (!(scale > 0.0f)) return {scale, 0.0f};
+  GroupRange ranges[kNumShares];  // whose zeros are the same step
+  for (int i = 0; i < kNumShares; ++i) ranges[i] = {scale * kRangeShares[i], -low / scale};
   f32x16 sums[kNumShares] = {};
-  for (int i = 0; i < kNumShares; ++i) {
-    const float scale = (high - low) * kRangeShares[i] / 15.0f;
-    ranges[i] = {scale, -low * kRangeShares[i] / scale};
-  }
   for (int64_t input = 0; input < count; input += kLanes) {
     const f32x16 values = load(weights + input);
+#pragma GCC unroll 3
     for (int i = 0; i < kNumShares; ++i) {
-      const f32x16 error = ranges[i].errors_of(values);
+      const f32x16 error = ranges[i].errors_of(values, i == 0);
       sums[i] += error * error;
     }
   }
+  GroupRange best = ranges[0];
   float least = __builtin_inff();
   for (int i = 0; i < kNumShares; ++i) {
-    const float error = sum_of_lanes(sums[i]);
-    if (ranges[i].scale > 0.0f && error < least) {
+    const float error = sum_of_lanes(sums[i]) * ranges[i].scale * ranges[i].scale;
+    if (error < least) {
       least = error;
       best = ranges[i];
     }
