@@ -135,9 +135,10 @@ struct Int6Lines {
 
 // The rows of a call in int8, the scale of each, and the sums of their groups.
 struct Rows {
-  const int8_t* numbers;      // [num_rows, row_stride]
-  const float* scales;        // [num_rows]
-  const int32_t* group_sums;  // [num_rows, num_groups], times -kCommonZero; floats if there is none
+  const int8_t* numbers;    // [num_rows, row_stride]
+  const float* scales;      // [num_rows]
+  const float* group_sums;  // [num_rows, num_groups], whole numbers
+  const int32_t* starts;    // in place of them where all weights have a zero in common: times -kCommonZero
   int64_t row_stride;
   int64_t num_groups;
 };
@@ -220,13 +221,13 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
   f32x16 own[R][2] = {};
   for (int64_t group = 0; group < rows.num_groups; ++group) {
     const int8_t* inputs = rows.numbers + first_row * rows.row_stride + group * weight.group_size;
-    const int32_t* group_sums = rows.group_sums + first_row * rows.num_groups + group;
+    const int64_t place = first_row * rows.num_groups + group;
     const typename Lines::Group parts(weight, panel, group);
     parts.prefetch_scales();
     i32x16 sums[R][2];
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) {
-      sums[row][0] = sums[row][1] = kHasCommonZero ? broadcast<i32x16>(group_sums[row * rows.num_groups]) : i32x16{};
+      sums[row][0] = sums[row][1] = kHasCommonZero ? broadcast<i32x16>(rows.starts[place + row * rows.num_groups]) : i32x16{};
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half += kHalvesTogether) {
@@ -239,7 +240,7 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
 #pragma GCC unroll 12
       for (int row = 0; row < R; ++row) {
         f32x16 sum = convert<f32x16>(sums[row][half]);
-        if constexpr (!kHasCommonZero) sum -= zero * bits_as<float>(group_sums[row * rows.num_groups]);
+        if constexpr (!kHasCommonZero) sum -= zero * rows.group_sums[place + row * rows.num_groups];
         own[row][half] += scale * sum;
       }
     }
@@ -278,7 +279,8 @@ Rows quantize_rows(const LinearCall& call, ThreadPool& pool) {
   const int64_t num_groups = weight.num_groups();
   int8_t* numbers = reinterpret_cast<int8_t*>(call.scratch + scratch.rows);
   float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
-  int32_t* group_sums = reinterpret_cast<int32_t*>(scales + call.num_rows);
+  float* group_sums = scales + call.num_rows;
+  int32_t* starts = reinterpret_cast<int32_t*>(group_sums);
   const auto prepare = [&](int64_t from, int64_t row) {
     int8_t* to = numbers + row * scratch.row_bytes;
     scales[row] = quantize_row<0>(call, from, to, weight.in_features);
@@ -286,16 +288,20 @@ Rows quantize_rows(const LinearCall& call, ThreadPool& pool) {
       int32_t sum = 0;
       for (int64_t i = 0; i < weight.group_size; ++i) sum += to[group * weight.group_size + i];
       constexpr int kZero = Lines::Group::kCommonZero;
-      group_sums[row * num_groups + group] = kZero != 0 ? -kZero * sum : bits_as<int32_t>(static_cast<float>(sum));
+      if constexpr (kZero != 0) {
+        starts[row * num_groups + group] = -kZero * sum;
+      } else {
+        group_sums[row * num_groups + group] = static_cast<float>(sum);
+      }
     }
     put_in_order<Lines>(to, weight.in_features);
   };
   prepare_rows(call, pool, prepare, [&](int64_t row, int64_t other) {
     std::memcpy(numbers + other * scratch.row_bytes, numbers + row * scratch.row_bytes, weight.in_features);
     scales[other] = scales[row];
-    std::memcpy(group_sums + other * num_groups, group_sums + row * num_groups, num_groups * sizeof(int32_t));
+    std::memcpy(group_sums + other * num_groups, group_sums + row * num_groups, num_groups * sizeof(float));
   });
-  return {numbers, scales, group_sums, scratch.row_bytes, num_groups};
+  return {numbers, scales, group_sums, starts, scratch.row_bytes, num_groups};
 }
 
 template <class Lines>
