@@ -238,7 +238,7 @@ def test_6_bits_are_in_the_largest_groups_that_fit(inputs: int, kind: str, group
 def test_6_bits_are_not_for_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bits in (("avx2", 6), ("avx512bf16", 6), ("amx", 8)):
         monkeypatch.setattr(_native, "instruction_set", lambda name=name: name)
-        assert NativeKernels().output_bits == bits
+        assert NativeKernels().output_bits() == bits
 
 
 KINDS = ["float", "int8", "int4", "int6", "grouped_int8", "mxfp4"]

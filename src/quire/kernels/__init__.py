@@ -13,11 +13,12 @@ def has_native_kernels() -> bool:
     return importlib.util.find_spec("quire.kernels.cpu._native") is not None
 
 
-def native_output_bits() -> int:
+def native_output_bits(int4_activations: str = "int8") -> int:
     """Return the bits in which native kernels hold the output layer of a model in int4.
 
-    Six are less to read, but matrix units multiply only eight, and many rows so much faster.
+    Six are less to read, but matrix units multiply only eight, and with six, activations in bfloat16 take
+    longer.
     """
     from quire.kernels.cpu import _native
 
-    return 8 if _native.instruction_set() == "amx" else 6
+    return 6 if int4_activations == "int8" and _native.instruction_set() != "amx" else 8

@@ -66,9 +66,8 @@ class KernelSet(ABC):
         """Captures what is asked of these kernels; None: they leave that to their device, if it can."""
         return None
 
-    @property
-    def output_bits(self) -> int:
-        """Of the output layer of a model in int4 with activations in int8: 6 or 8."""
+    def output_bits(self, int4_activations: str = "int8") -> int:
+        """Return the bits of the output layer of a model in int4, 6 or 8, with such activations."""
         return 8
 
     @property

@@ -97,8 +97,7 @@ def has_native(config: EngineConfig) -> bool:
 
 def output_bits(config: EngineConfig) -> int:
     """Return the bits of the output layer of a model in int4."""
-    has_int8_rows = config.int4_activations == "int8"
-    return native_output_bits() if has_native(config) and has_int8_rows else 8
+    return native_output_bits(config.int4_activations) if has_native(config) else 8
 
 
 def has_float8(config: EngineConfig) -> bool:

@@ -85,10 +85,9 @@ class NativeKernels(KernelSet):
     def capture(self) -> Capture:
         return NativePrograms().capture
 
-    @property
     @override
-    def output_bits(self) -> int:
-        return native_output_bits()
+    def output_bits(self, int4_activations: str = "int8") -> int:
+        return native_output_bits(int4_activations)
 
     @property
     @override

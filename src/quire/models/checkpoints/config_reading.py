@@ -19,9 +19,7 @@ from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.names import StoredLayout, published_parts, stored_layout
-from quire.models.checkpoints.quantized.description import (
-    describe_quantization,
-)
+from quire.models.checkpoints.quantized.description import describe_quantization
 from quire.models.checkpoints.quantized.memory_formats import (
     FLOATS,
     Headers,

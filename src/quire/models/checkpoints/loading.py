@@ -142,7 +142,7 @@ class _Loader:
         self.parallel = parallel
         self._checkpoint = checkpoint
         self._quantization = options.quantization
-        self._output_bits = _output_bits(kernels, options)
+        self._output_bits = kernels.output_bits(options.int4_activations)
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._how_held: dict[str, Any] = {
             "dtype": self._dtype,
@@ -341,10 +341,6 @@ class _Loader:
             self._on_progress(done * self._dtype.itemsize, self._num_weights * self._dtype.itemsize)
 
 
-def _output_bits(kernels: KernelSet, options: WeightOptions) -> int:
-    return kernels.output_bits if options.int4_activations == "int8" else 8
-
-
 def _cache_that_pays(
     checkpoint: Checkpoint, kernels: KernelSet, options: WeightOptions
 ) -> WeightCache | None:
@@ -362,6 +358,6 @@ def _cache_key(path: Path, options: WeightOptions, kernels: KernelSet, shard: Sh
         dtype=options.dtype,
         quantization=options.quantization,
         group_size=options.group_size,
-        output_bits=_output_bits(kernels, options),
+        output_bits=kernels.output_bits(options.int4_activations),
         instruction_set=kernels.weight_layout,
     )
