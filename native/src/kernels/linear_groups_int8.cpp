@@ -309,7 +309,8 @@ void multiply(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = quantize_rows<Lines>(call, pool);
   for_each_task(call, pool, kRowsTogether, [&](const PanelTask& task) {
-    for_each_tile<kRowsTogether>(task.first_row, task.last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
+    for_each_tile<kRowsTogether>(task.first_row, task.last_row, [&](int64_t row, int num_rows, int64_t, int64_t num_tiles) {
+      if (num_tiles > 1) prefetch_results(call, task, row, num_rows);
       f32x16 totals[kRowsTogether][2];
       tile_function<Lines>(num_rows)(totals, rows, row, weight, task.panel);
       for (int i = 0; i < num_rows; ++i) {
