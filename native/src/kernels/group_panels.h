@@ -20,7 +20,7 @@ struct WholeGroup {
   WholeGroup(const PackedWeight& weight, const char* panel, int64_t group)
       : start(panel + group * weight.group_bytes()), weights(start + kGroupHeader) {}
   QUIRE_INLINE void prefetch_scales() const {
-    for (int at = 0; at < kGroupHeader; at += kLine) __builtin_prefetch(start + kAheadBytes + at, 0, 2);
+    for (int at = 0; at < kGroupHeader; at += kLine) __builtin_prefetch(start + kAheadBytes + at, 0, 3);
   }
   QUIRE_INLINE f32x16 scale(int half) const { return load(scales() + half * kLanes); }
   QUIRE_INLINE f32x16 zero(int half) const { return load(scales() + kPanelColumns + half * kLanes); }
@@ -43,7 +43,7 @@ struct Int6Group {
 
   Int6Group(const PackedWeight& weight, const char* panel, int64_t group)
       : start(panel + group * weight.group_bytes()), weights(start + kHeader) {}
-  QUIRE_INLINE void prefetch_scales() const { __builtin_prefetch(start + kAheadBytes, 0, 2); }
+  QUIRE_INLINE void prefetch_scales() const { __builtin_prefetch(start + kAheadBytes, 0, 3); }
   QUIRE_INLINE f32x16 scale(int half) const { return load(reinterpret_cast<const fp16*>(start) + half * kLanes); }
   QUIRE_INLINE f32x16 zero(int) const { return splat(static_cast<float>(kInt6Zero)); }
   static QUIRE_INLINE f32x16 unit(const PackedWeight& weight, const char* panel, int half) {

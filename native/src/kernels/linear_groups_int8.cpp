@@ -159,7 +159,7 @@ QUIRE_INLINE void add_line(const int8_t* inputs, int64_t row_stride, const char*
   for (int half = 0; half < kHalvesTogether; ++half) {
     const char* at = weights + (first_half + half) * Lines::kLines * kLine;
 #pragma GCC unroll 3
-    for (int i = 0; i < Lines::kLines; ++i) __builtin_prefetch(at + kAheadBytes + i * kLine, 0, 2);
+    for (int i = 0; i < Lines::kLines; ++i) __builtin_prefetch(at + kAheadBytes + i * kLine, 0, 3);
     Lines::operands(at, operands[half]);
   }
 #pragma GCC unroll 12
